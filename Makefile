@@ -1,0 +1,74 @@
+# exl3 toolchain. `make help` lists the targets.
+# One build folder a configuration: build/<CONFIG>; CONFIG=release, asan, ubsan, arm64, fuzz.
+
+CONFIG ?= release
+B := build/$(CONFIG)
+CC ?= gcc
+NVCC ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+DATA ?= ../shared
+
+WARN := -Wall -Wextra -Wpedantic -Wshadow -Wcast-align -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes \
+        -Wvla -Wformat=2 -Wwrite-strings -Wswitch-enum
+ifdef CI
+WARN += -Werror
+endif
+OPT := -O2
+CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I. -DX3_SOURCE_ID='"$(SOURCE_ID)"'
+LIBS := -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
+
+SOURCE_ID := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+
+ifeq ($(CONFIG),asan)
+OPT := -O1
+CFLAGS += -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+LDFLAGS += -fsanitize=address,undefined
+endif
+ifeq ($(CONFIG),ubsan)
+CC := clang
+CFLAGS += -fsanitize=undefined -fno-sanitize-recover=all
+LDFLAGS += -fsanitize=undefined
+endif
+
+ARCH := $(shell $(CC) -dumpmachine | cut -d- -f1)
+ifeq ($(ARCH),x86_64)
+ISAS := avx2 avx512
+endif
+ifeq ($(ARCH),aarch64)
+ISAS := neon
+endif
+ISA_FLAGS_avx2 := -mavx2 -mfma -mf16c
+ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
+ISA_FLAGS_neon :=
+
+FOLDERS := formats kernels runtime calib quant
+SIMD_SRC := $(wildcard kernels/*_simd.c)
+LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
+LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
+TEST_SRC := $(wildcard tests/test_*.c)
+TEST_OBJ := $(TEST_SRC:%.c=$(B)/%.o)
+
+.PHONY: help all test
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+all: $(B)/tests/tests
+
+test: $(B)/tests/tests ## the test suite
+	$(B)/tests/tests $(WORDS)
+
+$(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)
+	$(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+
+$(B)/%.o: %.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(OPT) -MMD -MP -c $< -o $@
+
+# One source, one object an instruction set; -O3 unrolls the small loops over vectors into registers.
+define simd_rule
+$(B)/%.$(1).o: %.c Makefile
+	@mkdir -p $$(@D)
+	$(CC) $(CFLAGS) -O3 $(ISA_FLAGS_$(1)) -DX3_ISA=$(1) -MMD -MP -c $$< -o $$@
+endef
+$(foreach i,$(ISAS),$(eval $(call simd_rule,$(i))))
+
+-include $(LIB_OBJ:.o=.d) $(TEST_OBJ:.o=.d)
