@@ -76,7 +76,7 @@ float x3_f16_to_f32(uint16_t bits)
 
     if (magnitude >= 31u << 23) /* infinity or NaN, payload kept */
         result = magnitude | 0x7F800000;
-    else if (magnitude < 1u << 23) /* m * 2^-24 = (1 + m/1024) * 2^-14 - 2^-14, without a subnormal float on the way */
+    else if (magnitude < 1u << 23) /* m * 2^-24 = (1 + m/1024) * 2^-14 - 2^-14: no subnormal float on the way */
         result = bits_of(float_of(magnitude + (113u << 23)) - 0x1p-14f);
     return float_of(sign | result);
 }

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -448,8 +449,8 @@ static x3_status check_cover(struct opening *o, const x3_shard *shard, size_t fi
         }
     }
     if (at < shard->n_bytes && is_whole)
-        x3_findings_add(o->findings, "%s: %llu bytes after the last tensor, which ends at byte %llu of %llu",
-                        shard->path, (ull)(shard->n_bytes - at), (ull)at, (ull)shard->n_bytes);
+        x3_findings_add(o->findings, "%s: the last %llu of %llu bytes belong to no tensor", shard->path,
+                        (ull)(shard->n_bytes - at), (ull)shard->n_bytes);
     free(ranges);
     return X3_OK;
 }
@@ -525,7 +526,8 @@ static size_t sort_index_files(struct opening *o, const char **files, size_t n)
     for (size_t i = 0; i < n; i++) {
         if (i > 0 && strcmp(files[i - 1], files[i]) == 0)
             continue;
-        if (strchr(files[i], '/') != NULL || strstr(files[i], "..") != NULL || !ends_in(files[i], ".safetensors"))
+        if (strchr(files[i], '/') != NULL || strstr(files[i], "..") != NULL || strlen(files[i]) > NAME_MAX ||
+            !ends_in(files[i], ".safetensors"))
             x3_findings_add(o->findings, "%s/" INDEX_NAME ": \"%.200s\" is not the plain name of a .safetensors file",
                             o->st->dir, files[i]);
         else
@@ -700,19 +702,19 @@ static void check_doubled_names(struct opening *o)
     }
 }
 
-/* One line of the index against the entries of the same name, n of them. */
-static void check_mapping(struct opening *o, const struct mapping *m, const struct entry *e, size_t n)
+/* One line of the index against the n entries of the same name, from `first` on. */
+static void check_mapping(struct opening *o, const struct mapping *m, size_t first, size_t n)
 {
     const x3_shard *shards = o->st->shards, *shard;
 
     if (m->file == NULL)
         return;
     for (size_t i = 0; i < n; i++)
-        if (strcmp(shards[e[i].t.shard].file, m->file) == 0)
+        if (strcmp(shards[o->entries[first + i].t.shard].file, m->file) == 0)
             return;
     shard = find_shard(o->st, m->file);
     if (n > 0)
-        tensor_problem(o, &shards[e[0].t.shard], m->tensor, INDEX_NAME " puts it in %.200s", m->file);
+        tensor_problem(o, &shards[o->entries[first].t.shard], m->tensor, INDEX_NAME " puts it in %.200s", m->file);
     else if (shard != NULL && o->has_names[shard - shards]) /* else there is a finding for the whole shard */
         tensor_problem(o, shard, m->tensor, "missing, but " INDEX_NAME " puts it there");
 }
@@ -733,7 +735,7 @@ static void check_index(struct opening *o)
         }
         while (order == 0 && i + n < o->n_entries && strcmp(o->entries[i + n].t.name, m->tensor) == 0)
             n++;
-        check_mapping(o, m, o->entries + i, n);
+        check_mapping(o, m, i, n);
         i += n;
         j++;
     }

@@ -64,7 +64,8 @@ typedef struct x3_safetensors {
 
 /* Opens `path`: a folder (its model.safetensors.index.json when there is one, else every *.safetensors in it) or one
  * file, which is then taken by itself, index or not. Files named consolidated*.safetensors are second copies of the
- * weights and are passed over unless the index names them or `path` is one.
+ * weights and are passed over unless the index names them or `path` is one. Without an index, a gap among names like
+ * model-00002-of-00005.safetensors is a problem: nothing else tells that a shard is missing.
  * Problems of the content go to `findings`, all of them, each naming file, tensor and numbers; then the status is
  * X3_ERR_INPUT and err holds the first. findings may be NULL: then err and the number of the others is all there is.
  * Every shard keeps a descriptor; the soft limit of the process on open files is raised when they run out.
