@@ -57,18 +57,26 @@ test: $(B)/tests/tests ## the test suite
 	$(B)/tests/tests $(WORDS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)
-	$(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
 
 $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) $(OPT) -MMD -MP -c $< -o $@
+	@echo "CC $<"; $(CC) $(CFLAGS) $(OPT) -MMD -MP -c $< -o $@
 
 # One source, one object an instruction set; -O3 unrolls the small loops over vectors into registers.
 define simd_rule
 $(B)/%.$(1).o: %.c Makefile
 	@mkdir -p $$(@D)
-	$(CC) $(CFLAGS) -O3 $(ISA_FLAGS_$(1)) -DX3_ISA=$(1) -MMD -MP -c $$< -o $$@
+	@echo "CC $$< ($(1))"; $(CC) $(CFLAGS) -O3 $(ISA_FLAGS_$(1)) -DX3_ISA=$(1) -MMD -MP -c $$< -o $$@
 endef
 $(foreach i,$(ISAS),$(eval $(call simd_rule,$(i))))
 
 -include $(LIB_OBJ:.o=.d) $(TEST_OBJ:.o=.d)
+
+$(B)/tests/bench_%: $(B)/tests/bench_%.o $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+
+.PRECIOUS: $(B)/tests/bench_%.o
+.PHONY: bench-anchor
+bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
+	$(B)/tests/bench_anchor $(DATA)

@@ -1,0 +1,189 @@
+/* A device: memory and one table of operations, filled by the CPU or by CUDA. Layers, calibration and quantization are
+ * written once over this table; they do not know which device they run on.
+ *
+ * Matrices are float32, row-major, in device memory; `ld` is a row's distance in floats. Operations are ordered as
+ * called and may return before they are done; download and sync wait. A function that can fail returns x3_status;
+ * after a failure the contents of its outputs are undefined.
+ * Results do not depend on the number of threads. On the CPU a row of linear, rms_norm, rope, attention and
+ * silu_mul does not depend on the other rows of the call.
+ * Threads: a device belongs to one host thread. */
+#ifndef X3_DEVICE_H
+#define X3_DEVICE_H
+
+#include "formats/base.h"
+#include "kernels/codebook.h"
+
+typedef struct x3_device x3_device;
+
+typedef enum x3_weight_kind { X3_WEIGHT_NONE, X3_WEIGHT_F32, X3_WEIGHT_BF16, X3_WEIGHT_F16, X3_WEIGHT_EXL3 } x3_weight_kind;
+
+/* The weight of a linear layer in device memory. Dense: data [n_out][n_in]. EXL3: data is the trellis,
+ * [n_in_padded / 16][n_out_padded / 16][8 * K] words of 32 bits. */
+typedef struct x3_weight {
+    x3_weight_kind kind;
+    size_t n_in, n_out;               /* as the model sees them */
+    size_t n_in_padded, n_out_padded; /* multiples of 128 for EXL3, else as above */
+    int K;
+    x3_codebook codebook;
+    const void *data;
+    const uint16_t *suh, *svh; /* float16, [n_in_padded] and [n_out_padded] */
+    const float *bias;         /* [n_out] or NULL */
+} x3_weight;
+
+/* One sequence of a batch: rows [first_row, first_row + n_rows) are its positions position, position + 1, ...;
+ * pages[i] is the cache page of its positions [64 * i, 64 * i + 64). */
+typedef struct x3_sequence {
+    size_t first_row, n_rows, position;
+    const int32_t *pages;
+} x3_sequence;
+
+typedef struct x3_batch {
+    size_t n_rows, n_sequences;
+    const x3_sequence *sequences; /* host */
+    const int32_t *d_positions;   /* device, [n_rows] */
+} x3_batch;
+
+#define X3_KV_PAGE 64 /* positions a page */
+
+/* Keys and values of one layer. A page holds, for each KV head, its keys as 4 panels [k_dim][16 positions] and its
+ * values as [64][v_dim]. */
+typedef struct x3_kv_layer {
+    size_t n_kv_heads, k_dim, v_dim;
+    float *d_keys;   /* [page][n_kv_heads][4][k_dim][16] */
+    float *d_values; /* [page][n_kv_heads][64][v_dim] */
+} x3_kv_layer;
+
+typedef struct x3_attention_args {
+    const float *d_q; /* [n_rows][n_heads * k_dim] */
+    float *d_out;     /* [n_rows][n_heads * v_dim] */
+    size_t n_heads;   /* a multiple of kv->n_kv_heads; head h reads KV head h / (n_heads / n_kv_heads) */
+    const x3_kv_layer *kv;
+    float scale;
+    size_t window;       /* 0: all earlier positions; else position p sees p - window + 1 .. p */
+    const float *d_sinks; /* [n_heads]: one more logit in the softmax, without a value; or NULL */
+} x3_attention_args;
+
+typedef struct x3_rope_args {
+    float *d_x; /* [n_rows][ld], heads at first, first + head_stride, ... */
+    size_t ld, first, head_stride, n_heads;
+    size_t n_rotated;         /* even; pairs (i, i + n_rotated / 2), or (2 i, 2 i + 1) when interleaved */
+    bool interleaved;
+    const float *d_cos_sin; /* [position][2][n_rotated / 2] */
+} x3_rope_args;
+
+/* One matrix of several that are encoded against the same L. */
+typedef struct x3_ldlq_job {
+    x3_codebook codebook;
+    int K;
+    size_t n_out;
+    const float *d_w;  /* [n_in][n_out], in units of the codebook */
+    float *d_q;        /* [n_in][n_out]: the decoded codes */
+    uint32_t *d_words; /* [n_in / 16][n_out / 16][8 * K], or NULL */
+} x3_ldlq_job;
+
+typedef struct x3_device_ops {
+    void (*destroy)(x3_device *dev);
+
+    /* ---- memory ---- */
+    x3_status (*alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err); /* zeroed */
+    void (*free)(x3_device *dev, void *p);
+    x3_status (*upload)(x3_device *dev, void *d_to, const void *from, size_t n_bytes, x3_err *err);
+    x3_status (*download)(x3_device *dev, void *to, const void *d_from, size_t n_bytes, x3_err *err);
+    x3_status (*copy)(x3_device *dev, void *d_to, const void *d_from, size_t n_bytes, x3_err *err);
+    /* n_rows pieces of n_cols floats. */
+    x3_status (*copy_2d)(x3_device *dev, float *d_to, size_t ld_to, const float *d_from, size_t ld_from, size_t n_rows,
+                         size_t n_cols, x3_err *err);
+    x3_status (*zero)(x3_device *dev, void *d_to, size_t n_bytes, x3_err *err);
+    x3_status (*sync)(x3_device *dev, x3_err *err);
+
+    /* ---- forward ---- */
+    /* y[r] = x[r] W^T + bias, W the effective weight. x [n_rows][n_in], y [n_rows][n_out]. */
+    x3_status (*linear)(x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
+                        size_t ldy, x3_err *err);
+    /* Rows of n floats; kernels.h. out may be x with the same ld. */
+    x3_status (*rms_norm)(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
+                          float eps, float *d_out, size_t ldo, x3_err *err);
+    x3_status (*rope)(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err);
+    /* Writes keys [n_rows][n_kv_heads * k_dim] and values of the batch's rows into the cache. */
+    x3_status (*kv_append)(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk,
+                           const float *d_v, size_t ldv, x3_err *err);
+    /* Causal attention over the cache, rows of the batch already appended. */
+    x3_status (*attention)(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err);
+    /* out[i] = silu(gate[i]) * up[i] */
+    x3_status (*silu_mul)(x3_device *dev, const float *d_gate, const float *d_up, size_t n, float *d_out, x3_err *err);
+    /* x[i] += y[i] */
+    x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
+
+    /* ---- calibration ---- */
+    /* a [n][n] += x^T y, float32 accumulation or better. x, y [n_rows][n]; when x == y only the lower triangle
+     * (row >= column) need be right: see mirror. */
+    x3_status (*gram)(x3_device *dev, const float *d_x, const float *d_y, size_t n_rows, size_t n, float *d_a, x3_err *err);
+    /* *finite = all n values are. Waits. */
+    x3_status (*all_finite)(x3_device *dev, const float *d_x, size_t n, bool *finite, x3_err *err);
+    /* *n_bad = rows of x [n_rows][n] with a value that is not finite; they, and the same rows of y (may be NULL), are
+     * set to zero. Waits. */
+    x3_status (*drop_nonfinite)(x3_device *dev, float *d_x, float *d_y, size_t n_rows, size_t n, size_t *n_bad, x3_err *err);
+
+    /* ---- dense algebra ---- */
+    /* c = alpha op(a) op(b) + beta c; op(a) is m x k, op(b) is k x n. */
+    x3_status (*gemm)(x3_device *dev, bool ta, bool tb, size_t m, size_t n, size_t k, float alpha, const float *d_a,
+                      size_t lda, const float *d_b, size_t ldb, float beta, float *d_c, size_t ldc, x3_err *err);
+    /* Upper triangle := lower triangle. */
+    x3_status (*mirror)(x3_device *dev, float *d_a, size_t n, x3_err *err);
+    /* b [m][n] := b a^-1 for a symmetric positive definite a [n][n], which is kept. X3_ERR_NUMERIC when it is not. */
+    x3_status (*spd_solve)(x3_device *dev, const float *d_a, size_t n, float *d_b, size_t m, x3_err *err);
+    /* a = L D L^T with 16 x 16 blocks, L unit block lower triangular: a is replaced by L (upper part zero).
+     * X3_ERR_NUMERIC when a is not positive definite. */
+    x3_status (*block_ldl)(x3_device *dev, float *d_a, size_t n, x3_err *err);
+
+    /* ---- element-wise and per row or column; x [n_rows][n_cols] without gaps ---- */
+    /* out [n_in_padded][n_out_padded] = transpose of w [n_out][n_in], zero outside. */
+    x3_status (*transpose_pad)(x3_device *dev, const float *d_w, size_t n_out, size_t n_in, float *d_out,
+                               size_t n_out_padded, size_t n_in_padded, x3_err *err);
+    x3_status (*scale_rows)(x3_device *dev, float *d_x, size_t n_rows, size_t n_cols, const float *d_s, x3_err *err);
+    x3_status (*scale_cols)(x3_device *dev, float *d_x, size_t n_rows, size_t n_cols, const float *d_s, x3_err *err);
+    /* out[row] or out[column] = sum of x * y over the other index, float64. */
+    x3_status (*row_dots)(x3_device *dev, const float *d_x, const float *d_y, size_t n_rows, size_t n_cols, double *d_out,
+                          x3_err *err);
+    x3_status (*col_dots)(x3_device *dev, const float *d_x, const float *d_y, size_t n_rows, size_t n_cols, double *d_out,
+                          x3_err *err);
+    /* x[i] *= y[i] */
+    x3_status (*multiply)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
+    /* x[i] *= alpha */
+    x3_status (*scale)(x3_device *dev, float *d_x, size_t n, float alpha, x3_err *err);
+    /* a[i][i] += d[i], a [n][n] */
+    x3_status (*add_diagonal)(x3_device *dev, float *d_a, size_t n, const float *d_d, x3_err *err);
+    /* y[i] += alpha x[i] */
+    x3_status (*axpy)(x3_device *dev, float alpha, const float *d_x, float *d_y, size_t n, x3_err *err);
+    /* 128-blocks along a row, or down a column. */
+    x3_status (*hadamard_rows)(x3_device *dev, float *d_x, size_t n_rows, size_t n_cols, x3_err *err);
+    x3_status (*hadamard_cols)(x3_device *dev, float *d_x, size_t n_rows, size_t n_cols, x3_err *err);
+
+    /* ---- quantization ---- */
+    /* Rows of tiles from last to first: target = w + sum over later rows L[later][row]^T (w - q), each 16 x 16 tile
+     * encoded by the trellis search. d_l [n_in][n_in]; NULL means no feedback. */
+    x3_status (*ldlq)(x3_device *dev, const float *d_l, size_t n_in, const x3_ldlq_job *jobs, size_t n_jobs, x3_err *err);
+    /* out [n_in_padded][n_out_padded] = decoded codes, without suh, svh and Hadamard. */
+    x3_status (*decode)(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
+} x3_device_ops;
+
+struct x3_device {
+    const x3_device_ops *ops;
+    char name[96];        /* for people and receipts: "cpu avx2, 2 threads" */
+    char kernel_set[96];  /* what the bytes may depend on: "cpu OpenBLAS Zen avx2" */
+    size_t used_bytes, peak_bytes;
+};
+
+/* spec is "cpu", "cuda" or "cuda:N". n_threads is for host work; 0 means one a processor. */
+x3_status x3_device_open(x3_device **out, const char *spec, int n_threads, x3_err *err) X3_MUST;
+void x3_device_close(x3_device *dev);
+
+/* Typed shorthand: floats on the device. */
+x3_status x3_device_floats(x3_device *dev, float **out, size_t n, x3_err *err) X3_MUST;
+x3_status x3_device_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err) X3_MUST;
+void x3_device_free(x3_device *dev, void *p);
+
+/* Used by x3_device_open. */
+x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err) X3_MUST;
+
+#endif

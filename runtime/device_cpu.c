@@ -1,0 +1,537 @@
+/* The CPU device: memory and the forward operations. Every operation is cut into items that one thread computes whole;
+ * kernels/ defines the order of each sum, so neither the cut nor the number of threads changes a bit. */
+#include "runtime/device_cpu.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "formats/safetensors.h"
+#include "kernels/linear_cpu.h"
+
+void openblas_set_num_threads(int n);
+char *openblas_get_corename(void);
+
+/* ---- memory ---- */
+
+/* The bytes asked for stand in front of a block, a cache line before the data. */
+static x3_status cpu_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err)
+{
+    char *p = NULL;
+    x3_status rc = x3_alloc(&p, (uint64_t)n_bytes + 64, 1, err);
+
+    *out = NULL;
+    if (rc != X3_OK)
+        return rc;
+    memcpy(p, &n_bytes, sizeof n_bytes);
+    dev->used_bytes += n_bytes;
+    dev->peak_bytes = x3_max_size(dev->peak_bytes, dev->used_bytes);
+    *out = p + 64;
+    return X3_OK;
+}
+
+static void cpu_free(x3_device *dev, void *p)
+{
+    size_t n_bytes;
+
+    memcpy(&n_bytes, (char *)p - 64, sizeof n_bytes);
+    dev->used_bytes -= n_bytes;
+    free((char *)p - 64);
+}
+
+static x3_status cpu_copy(x3_device *dev, void *to, const void *from, size_t n_bytes, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    memcpy(to, from, n_bytes);
+    return X3_OK;
+}
+
+static x3_status cpu_copy_2d(x3_device *dev, float *to, size_t ld_to, const float *from, size_t ld_from, size_t n_rows,
+                             size_t n_cols, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    for (size_t r = 0; r < n_rows; r++)
+        memcpy(to + r * ld_to, from + r * ld_from, n_cols * sizeof *to);
+    return X3_OK;
+}
+
+static x3_status cpu_zero(x3_device *dev, void *to, size_t n_bytes, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    memset(to, 0, n_bytes);
+    return X3_OK;
+}
+
+static x3_status cpu_sync(x3_device *dev, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    return X3_OK;
+}
+
+static x3_status grow_scratch(struct scratch *s, size_t n_bytes, x3_err *err)
+{
+    if (s->n_bytes >= n_bytes)
+        return X3_OK;
+    free(s->p);
+    *s = (struct scratch){0};
+    x3_status rc = x3_alloc(&s->p, n_bytes, 1, err);
+    if (rc == X3_OK)
+        s->n_bytes = n_bytes;
+    return rc;
+}
+
+x3_status x3_cpu_reserve(x3_device_cpu *cpu, size_t n_bytes, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    for (int i = 0; i < x3_pool_threads(cpu->pool) && rc == X3_OK; i++)
+        rc = grow_scratch(&cpu->thread_scratch[i], n_bytes, err);
+    return rc;
+}
+
+x3_status x3_cpu_values(x3_device_cpu *cpu, x3_codebook codebook, const float **out, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    if (cpu->values[codebook] == NULL) {
+        rc = x3_alloc(&cpu->values[codebook], X3_STATES, sizeof(float), err);
+        if (rc == X3_OK)
+            x3_codebook_values(codebook, cpu->values[codebook]);
+    }
+    *out = cpu->values[codebook];
+    return rc;
+}
+
+x3_status x3_cpu_trellis(x3_device_cpu *cpu, x3_codebook codebook, int K, const x3_trellis **out, x3_err *err)
+{
+    x3_trellis **t = &cpu->trellis[codebook][K];
+    x3_status rc = *t == NULL ? x3_trellis_create(t, codebook, K, err) : X3_OK;
+
+    *out = *t;
+    return rc;
+}
+
+/* ---- linear ---- */
+
+struct linear_work {
+    x3_device_cpu *cpu;
+    const x3_weight *w;
+    const float *x, *values;
+    float *y, *inner, *suh, *svh;
+    size_t ldx, ldy, n_rows, n_chunks;
+};
+
+static void dense_item(void *arg, size_t item, int thread)
+{
+    const struct linear_work *t = arg;
+    const x3_weight *w = t->w;
+    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
+    x3_dense_item d = {
+        .weight = w->data,
+        .type = w->kind == X3_WEIGHT_BF16 ? X3_DENSE_BF16 : w->kind == X3_WEIGHT_F16 ? X3_DENSE_F16 : X3_DENSE_F32,
+        .n_out = w->n_out,
+        .n_in = w->n_in,
+        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
+        .bias = w->bias,
+        .x = t->x + first * t->ldx,
+        .ldx = t->ldx,
+        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
+        .y = t->y + first * t->ldy,
+        .ldy = t->ldy,
+    };
+
+    x3_dense_linear_cpu(t->cpu->k, &d, t->cpu->thread_scratch[thread].p);
+}
+
+static void exl3_item(void *arg, size_t item, int thread)
+{
+    const struct linear_work *t = arg;
+    const x3_weight *w = t->w;
+    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
+    x3_exl3_item e = {
+        .words = w->data,
+        .values = t->values,
+        .K = w->K,
+        .n_in_padded = w->n_in_padded,
+        .n_out_padded = w->n_out_padded,
+        .n_out = w->n_out,
+        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
+        .svh = t->svh,
+        .bias = w->bias,
+        .x = t->inner + first * w->n_in_padded,
+        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
+        .y = t->y + first * t->ldy,
+        .ldy = t->ldy,
+    };
+
+    x3_exl3_linear_cpu(t->cpu->k, &e, t->cpu->thread_scratch[thread].p);
+}
+
+#define INPUT_ROWS 16
+
+static void input_item(void *arg, size_t item, int thread)
+{
+    const struct linear_work *t = arg;
+    size_t first = item * INPUT_ROWS;
+
+    (void)thread;
+    x3_exl3_input_cpu(t->cpu->k, t->x + first * t->ldx, t->ldx, x3_min_size(INPUT_ROWS, t->n_rows - first), t->w->n_in,
+                      t->w->n_in_padded, t->suh, t->inner + first * t->w->n_in_padded);
+}
+
+static x3_status exl3_linear(struct linear_work *t, x3_err *err)
+{
+    const x3_weight *w = t->w;
+    x3_device_cpu *cpu = t->cpu;
+    x3_status rc = grow_scratch(&cpu->shared, (t->n_rows * w->n_in_padded + w->n_in_padded + w->n_out_padded) * 4, err);
+
+    if (rc == X3_OK)
+        rc = x3_cpu_values(cpu, w->codebook, &t->values, err);
+    if (rc != X3_OK)
+        return rc;
+    t->inner = cpu->shared.p;
+    t->suh = t->inner + t->n_rows * w->n_in_padded;
+    t->svh = t->suh + w->n_in_padded;
+    for (size_t i = 0; i < w->n_in_padded; i++)
+        t->suh[i] = x3_f16_to_f32(w->suh[i]);
+    for (size_t i = 0; i < w->n_out_padded; i++)
+        t->svh[i] = x3_f16_to_f32(w->svh[i]);
+    x3_pool_run(cpu->pool, (t->n_rows + INPUT_ROWS - 1) / INPUT_ROWS, input_item, t);
+    x3_pool_run(cpu->pool, w->n_out_padded / X3_LINEAR_COLS * t->n_chunks, exl3_item, t);
+    return X3_OK;
+}
+
+static x3_status cpu_linear(x3_device *dev, const x3_weight *w, const float *x, size_t ldx, size_t n_rows, float *y,
+                            size_t ldy, x3_err *err)
+{
+    struct linear_work t = {.cpu = x3_cpu(dev), .w = w, .x = x, .ldx = ldx, .n_rows = n_rows, .y = y, .ldy = ldy};
+    x3_status rc;
+
+    if (n_rows == 0)
+        return X3_OK;
+    t.n_chunks = (n_rows + X3_LINEAR_ROWS - 1) / X3_LINEAR_ROWS;
+    rc = x3_cpu_reserve(t.cpu, X3_LINEAR_SCRATCH * sizeof(float), err);
+    if (rc != X3_OK)
+        return rc;
+    if (w->kind == X3_WEIGHT_EXL3)
+        return exl3_linear(&t, err);
+    x3_pool_run(t.cpu->pool, (w->n_out + X3_LINEAR_COLS - 1) / X3_LINEAR_COLS * t.n_chunks, dense_item, &t);
+    return X3_OK;
+}
+
+/* ---- norm, rope, activation ---- */
+
+struct rows_work {
+    x3_device_cpu *cpu;
+    const float *x, *weight, *up;
+    float *out;
+    size_t ldx, ldo, n_rows, n;
+    float eps;
+    const x3_rope_args *rope;
+    const x3_batch *batch;
+};
+
+#define ROWS_ITEM 32
+
+static void norm_item(void *arg, size_t item, int thread)
+{
+    const struct rows_work *t = arg;
+    size_t end = x3_min_size(t->n_rows, (item + 1) * ROWS_ITEM);
+
+    (void)thread;
+    for (size_t r = item * ROWS_ITEM; r < end; r++)
+        t->cpu->k->rms_norm(t->x + r * t->ldx, t->weight, t->n, t->eps, t->out + r * t->ldo);
+}
+
+static x3_status cpu_rms_norm(x3_device *dev, const float *x, size_t ldx, size_t n_rows, size_t n, const float *weight,
+                              float eps, float *out, size_t ldo, x3_err *err)
+{
+    struct rows_work t = {.cpu = x3_cpu(dev), .x = x, .ldx = ldx, .n_rows = n_rows, .n = n, .weight = weight,
+                          .eps = eps, .out = out, .ldo = ldo};
+
+    (void)err;
+    x3_pool_run(t.cpu->pool, (n_rows + ROWS_ITEM - 1) / ROWS_ITEM, norm_item, &t);
+    return X3_OK;
+}
+
+static void rope_row(const x3_rope_args *a, size_t row, size_t position)
+{
+    const size_t half = a->n_rotated / 2;
+    const float *c = a->d_cos_sin + position * a->n_rotated, *s = c + half;
+
+    for (size_t h = 0; h < a->n_heads; h++) {
+        float *x = a->d_x + row * a->ld + a->first + h * a->head_stride;
+        for (size_t i = 0; i < half; i++) {
+            float *p = a->interleaved ? x + 2 * i : x + i, *q = a->interleaved ? p + 1 : x + i + half;
+            float u = *p, v = *q;
+            *p = u * c[i] - v * s[i];
+            *q = v * c[i] + u * s[i];
+        }
+    }
+}
+
+static void rope_item(void *arg, size_t item, int thread)
+{
+    const struct rows_work *t = arg;
+    size_t end = x3_min_size(t->n_rows, (item + 1) * ROWS_ITEM);
+
+    (void)thread;
+    for (size_t r = item * ROWS_ITEM; r < end; r++)
+        rope_row(t->rope, r, (size_t)t->batch->d_positions[r]);
+}
+
+static x3_status cpu_rope(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err)
+{
+    struct rows_work t = {.rope = args, .batch = batch, .n_rows = batch->n_rows};
+
+    (void)err;
+    x3_pool_run(x3_cpu(dev)->pool, (t.n_rows + ROWS_ITEM - 1) / ROWS_ITEM, rope_item, &t);
+    return X3_OK;
+}
+
+#define FLAT_ITEM 16384
+
+static void silu_item(void *arg, size_t item, int thread)
+{
+    const struct rows_work *t = arg;
+    size_t at = item * FLAT_ITEM;
+
+    (void)thread;
+    t->cpu->k->silu_mul(t->x + at, t->up + at, x3_min_size(FLAT_ITEM, t->n - at), t->out + at);
+}
+
+static x3_status cpu_silu_mul(x3_device *dev, const float *gate, const float *up, size_t n, float *out, x3_err *err)
+{
+    struct rows_work t = {.cpu = x3_cpu(dev), .x = gate, .up = up, .n = n, .out = out};
+
+    (void)err;
+    x3_pool_run(t.cpu->pool, (n + FLAT_ITEM - 1) / FLAT_ITEM, silu_item, &t);
+    return X3_OK;
+}
+
+static x3_status cpu_add(x3_device *dev, float *x, const float *y, size_t n, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    for (size_t i = 0; i < n; i++)
+        x[i] += y[i];
+    return X3_OK;
+}
+
+/* ---- attention ---- */
+
+static x3_status cpu_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *k, size_t ldk,
+                               const float *v, size_t ldv, x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    for (size_t i = 0; i < batch->n_sequences; i++) {
+        const x3_sequence *s = &batch->sequences[i];
+        for (size_t r = 0; r < s->n_rows; r++) {
+            size_t p = s->position + r, in_page = p % X3_KV_PAGE;
+            size_t page = (size_t)s->pages[p / X3_KV_PAGE] * kv->n_kv_heads;
+            for (size_t h = 0; h < kv->n_kv_heads; h++) {
+                const float *key = k + (s->first_row + r) * ldk + h * kv->k_dim;
+                float *panel = kv->d_keys + (page + h) * X3_KV_PAGE * kv->k_dim +
+                               in_page / X3_PANEL * X3_PANEL * kv->k_dim + in_page % X3_PANEL;
+                for (size_t d = 0; d < kv->k_dim; d++)
+                    panel[d * X3_PANEL] = key[d];
+                memcpy(kv->d_values + ((page + h) * X3_KV_PAGE + in_page) * kv->v_dim,
+                       v + (s->first_row + r) * ldv + h * kv->v_dim, kv->v_dim * sizeof *v);
+            }
+        }
+    }
+    return X3_OK;
+}
+
+struct attention_work {
+    x3_device_cpu *cpu;
+    const x3_attention_args *a;
+    const x3_batch *batch;
+    size_t n_repeat, positions; /* query heads a KV head, positions an item */
+    size_t *first_item;         /* [n_sequences + 1], items of a sequence: position blocks x KV heads */
+};
+
+static void attention_item(void *arg, size_t item, int thread)
+{
+    const struct attention_work *t = arg;
+    const x3_attention_args *a = t->a;
+    const x3_kv_layer *kv = a->kv;
+    size_t i = 0;
+
+    while (item >= t->first_item[i + 1])
+        i++;
+    const x3_sequence *s = &t->batch->sequences[i];
+    size_t local = item - t->first_item[i], head = local % kv->n_kv_heads;
+    /* the last blocks see the most positions: they go first, so that no thread ends with them */
+    size_t n_blocks = (s->n_rows + t->positions - 1) / t->positions;
+    size_t first = (n_blocks - 1 - local / kv->n_kv_heads) * t->positions;
+    size_t row = s->first_row + first, q_head = head * t->n_repeat;
+    x3_attention_item q = {
+        .n_rows = x3_min_size(t->positions, s->n_rows - first) * t->n_repeat,
+        .n_repeat = t->n_repeat,
+        .first_position = s->position + first,
+        .ldq = a->n_heads * kv->k_dim,
+        .ldo = a->n_heads * kv->v_dim,
+        .k_dim = kv->k_dim,
+        .v_dim = kv->v_dim,
+        .keys = kv->d_keys + head * X3_KV_PAGE * kv->k_dim,
+        .values = kv->d_values + head * X3_KV_PAGE * kv->v_dim,
+        .keys_page = kv->n_kv_heads * X3_KV_PAGE * kv->k_dim,
+        .values_page = kv->n_kv_heads * X3_KV_PAGE * kv->v_dim,
+        .pages = s->pages,
+        .scale = a->scale,
+        .window = a->window,
+        .sinks = a->d_sinks == NULL ? NULL : a->d_sinks + q_head,
+    };
+    q.q = a->d_q + row * q.ldq + q_head * kv->k_dim;
+    q.out = a->d_out + row * q.ldo + q_head * kv->v_dim;
+    x3_attention_cpu(t->cpu->k, &q, t->cpu->thread_scratch[thread].p);
+}
+
+static x3_status cpu_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
+{
+    struct attention_work t = {.cpu = x3_cpu(dev), .a = args, .batch = batch};
+    size_t longest = 0;
+    x3_status rc;
+
+    t.n_repeat = args->n_heads / args->kv->n_kv_heads;
+    if (t.n_repeat > X3_ATTENTION_ROWS)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "%zu query heads share a KV head, at most %d are supported", t.n_repeat,
+                       X3_ATTENTION_ROWS);
+    t.positions = X3_ATTENTION_ROWS / t.n_repeat;
+    X3_TRY(rc, out, x3_alloc(&t.first_item, batch->n_sequences + 1, sizeof *t.first_item, err));
+    for (size_t i = 0; i < batch->n_sequences; i++) {
+        const x3_sequence *s = &batch->sequences[i];
+        t.first_item[i + 1] =
+            t.first_item[i] + (s->n_rows + t.positions - 1) / t.positions * args->kv->n_kv_heads;
+        longest = x3_max_size(longest, s->position + s->n_rows);
+    }
+    X3_TRY(rc, out,
+           x3_cpu_reserve(t.cpu, x3_attention_scratch(longest, args->kv->k_dim, args->kv->v_dim) * sizeof(float), err));
+    x3_pool_run(t.cpu->pool, t.first_item[batch->n_sequences], attention_item, &t);
+out:
+    free(t.first_item);
+    return rc;
+}
+
+/* ---- calibration ---- */
+
+static x3_status cpu_all_finite(x3_device *dev, const float *x, size_t n, bool *finite, x3_err *err)
+{
+    float sum = 0;
+
+    (void)dev;
+    (void)err;
+    for (size_t i = 0; i < n; i++)
+        sum += x[i] * 0; /* 0, or NaN from a NaN or an infinity on */
+    *finite = sum == 0;
+    return X3_OK;
+}
+
+static x3_status cpu_drop_nonfinite(x3_device *dev, float *x, float *y, size_t n_rows, size_t n, size_t *n_bad,
+                                    x3_err *err)
+{
+    (void)dev;
+    (void)err;
+    *n_bad = 0;
+    for (size_t r = 0; r < n_rows; r++) {
+        bool bad = false;
+        for (size_t i = 0; i < n && !bad; i++)
+            bad = !isfinite(x[r * n + i]) || (y != NULL && !isfinite(y[r * n + i]));
+        if (!bad)
+            continue;
+        memset(x + r * n, 0, n * sizeof *x);
+        if (y != NULL)
+            memset(y + r * n, 0, n * sizeof *y);
+        ++*n_bad;
+    }
+    return X3_OK;
+}
+
+/* ---- open and close ---- */
+
+static void cpu_destroy(x3_device *dev)
+{
+    x3_device_cpu *cpu = x3_cpu(dev);
+
+    for (int i = 0; cpu->thread_scratch != NULL && i < x3_pool_threads(cpu->pool); i++)
+        free(cpu->thread_scratch[i].p);
+    free(cpu->thread_scratch);
+    free(cpu->shared.p);
+    for (int c = 0; c < 3; c++) {
+        free(cpu->values[c]);
+        for (int K = 0; K <= X3_K_MAX; K++)
+            x3_trellis_free(cpu->trellis[c][K]);
+    }
+    x3_pool_free(cpu->pool);
+    free(cpu);
+}
+
+static const x3_device_ops cpu_ops = {
+    .destroy = cpu_destroy,
+    .alloc = cpu_alloc,
+    .free = cpu_free,
+    .upload = cpu_copy,
+    .download = cpu_copy,
+    .copy = cpu_copy,
+    .copy_2d = cpu_copy_2d,
+    .zero = cpu_zero,
+    .sync = cpu_sync,
+    .linear = cpu_linear,
+    .rms_norm = cpu_rms_norm,
+    .rope = cpu_rope,
+    .kv_append = cpu_kv_append,
+    .attention = cpu_attention,
+    .silu_mul = cpu_silu_mul,
+    .add = cpu_add,
+    .gram = x3_cpu_gram,
+    .all_finite = cpu_all_finite,
+    .drop_nonfinite = cpu_drop_nonfinite,
+    .gemm = x3_cpu_gemm,
+    .mirror = x3_cpu_mirror,
+    .spd_solve = x3_cpu_spd_solve,
+    .block_ldl = x3_cpu_block_ldl,
+    .transpose_pad = x3_cpu_transpose_pad,
+    .scale_rows = x3_cpu_scale_rows,
+    .scale_cols = x3_cpu_scale_cols,
+    .row_dots = x3_cpu_row_dots,
+    .col_dots = x3_cpu_col_dots,
+    .multiply = x3_cpu_multiply,
+    .scale = x3_cpu_scale,
+    .add_diagonal = x3_cpu_add_diagonal,
+    .axpy = x3_cpu_axpy,
+    .hadamard_rows = x3_cpu_hadamard_rows,
+    .hadamard_cols = x3_cpu_hadamard_cols,
+    .ldlq = x3_cpu_ldlq,
+    .decode = x3_cpu_decode,
+};
+
+x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err)
+{
+    x3_device_cpu *cpu = NULL;
+    x3_status rc;
+
+    *out = NULL;
+    X3_TRY(rc, out, x3_alloc(&cpu, 1, sizeof *cpu, err));
+    cpu->base.ops = &cpu_ops;
+    cpu->k = x3_kernels_best();
+    X3_TRY(rc, out, x3_pool_create(&cpu->pool, n_threads, err));
+    X3_TRY(rc, out, x3_alloc(&cpu->thread_scratch, (uint64_t)x3_pool_threads(cpu->pool), sizeof *cpu->thread_scratch, err));
+    /* BLAS may sum differently with more threads: it gets one, and we cut the work ourselves. */
+    openblas_set_num_threads(1);
+    snprintf(cpu->base.name, sizeof cpu->base.name, "cpu %s, %d threads", cpu->k->name, x3_pool_threads(cpu->pool));
+    snprintf(cpu->base.kernel_set, sizeof cpu->base.kernel_set, "cpu %s, OpenBLAS %s", cpu->k->name,
+             openblas_get_corename());
+    *out = &cpu->base;
+    cpu = NULL;
+out:
+    if (cpu != NULL)
+        cpu_destroy(&cpu->base);
+    return rc;
+}
