@@ -80,3 +80,12 @@ $(B)/tests/bench_%: $(B)/tests/bench_%.o $(LIB_OBJ)
 .PHONY: bench-anchor
 bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
 	$(B)/tests/bench_anchor $(DATA)
+
+CONF_SRC := $(wildcard tests/conformance/*.c)
+CONF_OBJ := $(CONF_SRC:%.c=$(B)/%.o) $(B)/tests/test_main.o
+$(B)/tests/conformance_tests: $(CONF_OBJ) $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+
+.PHONY: conformance
+conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
+	$(B)/tests/conformance_tests --data $(DATA) $(WORDS)

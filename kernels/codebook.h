@@ -5,12 +5,8 @@
 
 #include <stdint.h>
 
+#include "formats/codebook_kind.h"
 #include "kernels/layout.h"
-
-typedef enum x3_codebook { X3_CB_3INST = 0, X3_CB_MCG = 1, X3_CB_MUL1 = 2 } x3_codebook;
-
-#define X3_MCG_MULTIPLIER 0xCBAC1FEDu
-#define X3_MUL1_MULTIPLIER 0x83DCD12Du
 
 /* 3inst and mcg: the mixed 32 bits are two float16 numbers whose sum is the value. */
 X3_INLINE uint32_t x3_codebook_mix_3inst(uint32_t state)

@@ -31,9 +31,6 @@ typedef struct x3_trellis {
 
 /* `values` of every state, float16 numbers as float32. */
 void x3_codebook_values(x3_codebook codebook, float values[X3_STATES]);
-/* "3inst", "mcg", "mul1". */
-const char *x3_codebook_name(x3_codebook codebook);
-bool x3_codebook_parse(const char *name, x3_codebook *out);
 
 x3_status x3_trellis_create(x3_trellis **out, x3_codebook codebook, int K, x3_err *err) X3_MUST;
 void x3_trellis_free(x3_trellis *t);

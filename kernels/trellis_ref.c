@@ -23,23 +23,6 @@ void x3_codebook_values(x3_codebook codebook, float values[X3_STATES])
     }
 }
 
-static const char *const codebook_names[] = {"3inst", "mcg", "mul1"};
-
-const char *x3_codebook_name(x3_codebook codebook)
-{
-    return codebook_names[codebook];
-}
-
-bool x3_codebook_parse(const char *name, x3_codebook *out)
-{
-    for (int i = 0; i < 3; i++)
-        if (strcmp(name, codebook_names[i]) == 0) {
-            *out = (x3_codebook)i;
-            return true;
-        }
-    return false;
-}
-
 x3_status x3_trellis_create(x3_trellis **out, x3_codebook codebook, int K, x3_err *err)
 {
     const size_t n = (size_t)1 << K, groups = X3_STATES >> K;

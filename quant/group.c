@@ -54,6 +54,33 @@ out:
     return rc;
 }
 
+/* Mean over inputs of the squared feedback weights: column sums of L^2 without the unit diagonal. */
+static x3_status feedback_energy(const x3_quant_input *in, const float *d_l, double *energy, x3_err *err)
+{
+    const size_t n = in->n_padded;
+    double *d_sums = NULL, *sums = NULL;
+    x3_status rc;
+
+    *energy = 0;
+    X3_TRY(rc, out, x3_device_alloc(in->dev, &d_sums, n * sizeof *d_sums, err));
+    X3_TRY(rc, out, x3_alloc(&sums, n, sizeof *sums, err));
+    X3_TRY(rc, out, in->dev->ops->row_dots(in->dev, d_l, d_l, n, n, d_sums, err));
+    X3_TRY(rc, out, in->dev->ops->download(in->dev, sums, d_sums, n * sizeof *sums, err));
+    for (size_t i = 0; i < n; i++)
+        *energy += (sums[i] - 1) / (double)n;
+out:
+    x3_device_free(in->dev, d_sums);
+    free(sums);
+    return rc;
+}
+
+/* What the search sees is the regularized weight (mean square 1) plus the errors that come back through L; the scale
+ * that is best for a unit Gaussian is divided by the root of their mean square. */
+static double code_scale(x3_codebook codebook, int K, double energy)
+{
+    return x3_quant_nominal_scale(codebook, K) / sqrt(1 + 1.1 * exp2(-2 * K) * energy);
+}
+
 /* Makes the regularized weights of all linears into codes: d_q and the words of the trellis. */
 static x3_status encode(struct work *work, x3_quant_linear *linears, size_t n, const x3_quant_input *in,
                         const x3_quant_options *options, x3_err *err)
@@ -61,16 +88,18 @@ static x3_status encode(struct work *work, x3_quant_linear *linears, size_t n, c
     x3_device *dev = in->dev;
     x3_ldlq_job *jobs = NULL;
     float *d_l = NULL;
+    double energy;
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&jobs, n, sizeof *jobs, err));
     X3_TRY(rc, out, x3_device_floats(dev, &d_l, in->n_padded * in->n_padded, err));
     X3_TRY(rc, out, x3_quant_factor(in, work[0].regular.input, d_l, err));
+    X3_TRY(rc, out, feedback_energy(in, d_l, &energy, err));
     for (size_t i = 0; i < n; i++) {
         const x3_regular *g = &work[i].regular;
         x3_quant_linear *q = &linears[i];
         void *words = NULL;
-        q->scale = x3_quant_nominal_scale(options->codebook, q->K);
+        q->scale = code_scale(options->codebook, q->K, energy);
         q->trellis_bytes = g->n_in_padded * g->n_out_padded / 8 * (size_t)q->K;
         X3_TRY(rc, out, dev->ops->scale(dev, g->d_r, g->n_in_padded * g->n_out_padded, (float)q->scale, err));
         X3_TRY(rc, out, x3_device_floats(dev, &work[i].d_q, g->n_in_padded * g->n_out_padded, err));

@@ -9,10 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "formats/exl3.h"
 #include "formats/io.h"
 #include "formats/json.h"
 #include "formats/safetensors.h"
-#include "kernels/trellis.h"
 #include "quant/quantize.h"
 
 static const char *const linears[] = {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj",

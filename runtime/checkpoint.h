@@ -1,0 +1,42 @@
+/* A model folder, source or pack: config, descriptors, tensors, and an account of every tensor. */
+#ifndef X3_CHECKPOINT_H
+#define X3_CHECKPOINT_H
+
+#include "formats/exl3.h"
+#include "runtime/model.h"
+
+/* What becomes of a tensor. */
+typedef enum x3_tensor_role {
+    X3_ROLE_NONE,    /* in no list: an error */
+    X3_ROLE_WEIGHT,  /* of a linear that is quantized: replaced by a group */
+    X3_ROLE_BIAS,    /* of such a linear: becomes part of the group, as F16 */
+    X3_ROLE_KEPT,    /* copied byte for byte */
+    X3_ROLE_GROUP,   /* part of an EXL3 group (packs) */
+    X3_ROLE_DROPPED  /* left out of a pack, with a reason */
+} x3_tensor_role;
+
+typedef struct x3_checkpoint {
+    char *dir;
+    x3_hf_config *config;
+    x3_model *model;
+    x3_safetensors *st;
+    bool is_pack;
+    x3_tensor_role *roles;     /* [st->n_tensors] */
+    const char **drop_reasons; /* [st->n_tensors], for X3_ROLE_DROPPED */
+} x3_checkpoint;
+
+/* Opens a folder and checks it from headers and JSON alone: every tensor that the model needs is there with the right
+ * shape and type, every other tensor is accounted for. All problems go to findings; then the status is
+ * X3_ERR_INPUT. */
+x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *const *ignored_options,
+                             x3_findings *findings, x3_err *err) X3_MUST;
+void x3_checkpoint_close(x3_checkpoint *c);
+
+/* The weight tensor of a linear: <name>.weight, or the embedding for a tied head. NULL when there is none (a pack). */
+const x3_tensor *x3_checkpoint_weight(const x3_checkpoint *c, const x3_linear_desc *linear);
+/* <name>.bias or NULL. */
+const x3_tensor *x3_checkpoint_bias(const x3_checkpoint *c, const x3_linear_desc *linear);
+/* Scale tensor of an FP8 weight: <weight>_scale_inv or <weight>_scale; NULL when there is none. */
+const x3_tensor *x3_checkpoint_scale(const x3_checkpoint *c, const x3_tensor *weight);
+
+#endif

@@ -1,0 +1,113 @@
+#include "runtime/forward.h"
+
+#include <stdlib.h>
+
+static size_t scratch_floats(const x3_model *m, size_t n_rows)
+{
+    size_t most = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++) {
+        const x3_layer_desc *l = &m->layers[i];
+        most = x3_max_size(most, x3_gqa_scratch(&l->gqa, n_rows));
+        most = x3_max_size(most, x3_mlp_scratch(&l->mlp, n_rows));
+    }
+    return most + 2 * n_rows * m->hidden; /* normed input and block output */
+}
+
+size_t x3_forward_bytes(const x3_model *model, size_t max_rows, size_t max_positions)
+{
+    size_t floats = scratch_floats(model, max_rows);
+
+    for (size_t i = 0; i < model->n_ropes; i++)
+        floats += max_positions * model->ropes[i].n_rotated;
+    return floats * sizeof(float);
+}
+
+x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *model, size_t max_rows,
+                            size_t max_positions, x3_err *err)
+{
+    x3_forward *f = NULL;
+    float *table = NULL;
+    x3_status rc;
+
+    *out = NULL;
+    X3_TRY(rc, out, x3_alloc(&f, 1, sizeof *f, err));
+    f->dev = dev;
+    f->model = model;
+    f->max_rows = max_rows;
+    f->max_positions = max_positions;
+    f->scratch_floats = scratch_floats(model, max_rows);
+    X3_TRY(rc, out, x3_device_floats(dev, &f->d_scratch, f->scratch_floats, err));
+    X3_TRY(rc, out, x3_alloc(&f->d_ropes, model->n_ropes, sizeof *f->d_ropes, err));
+    for (size_t i = 0; i < model->n_ropes; i++) {
+        size_t n = max_positions * model->ropes[i].n_rotated;
+        free(table);
+        X3_TRY(rc, out, x3_alloc(&table, n, sizeof *table, err));
+        X3_TRY(rc, out, x3_rope_table(&model->ropes[i], max_positions, table, err));
+        X3_TRY(rc, out, x3_device_floats(dev, &f->d_ropes[i], n, err));
+        X3_TRY(rc, out, dev->ops->upload(dev, f->d_ropes[i], table, n * sizeof *table, err));
+        X3_TRY(rc, out, dev->ops->sync(dev, err));
+    }
+    *out = f;
+    f = NULL;
+out:
+    free(table);
+    x3_forward_free(f);
+    return rc;
+}
+
+void x3_forward_free(x3_forward *f)
+{
+    if (f == NULL)
+        return;
+    for (size_t i = 0; f->d_ropes != NULL && i < f->model->n_ropes; i++)
+        x3_device_free(f->dev, f->d_ropes[i]);
+    free(f->d_ropes);
+    x3_device_free(f->dev, f->d_scratch);
+    free(f);
+}
+
+x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index, const float *d_x, size_t n_rows,
+                            float *d_y, x3_err *err)
+{
+    const x3_linear_desc *d = &w->desc->linears[index];
+    bool first = index == 0 || w->desc->linears[index - 1].input != d->input;
+    x3_status rc = X3_OK;
+
+    if (f->capture != NULL && first)
+        rc = f->capture(f->capture_arg, w->desc, d->input, d_x, n_rows, d->n_in, err);
+    if (rc == X3_OK)
+        rc = f->dev->ops->linear(f->dev, &w->linears[index], d_x, d->n_in, n_rows, d_y, d->n_out, err);
+    return rc;
+}
+
+x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv, float *d_x,
+                           x3_err *err)
+{
+    const x3_device_ops *ops = f->dev->ops;
+    const x3_layer_desc *l = w->desc;
+    const size_t n = batch->n_rows, hidden = f->model->hidden;
+    float *d_in = f->d_scratch, *d_out = d_in + n * hidden, *d_rest = d_out + n * hidden;
+    x3_status rc;
+
+    if (n > f->max_rows)
+        return x3_fail(err, X3_ERR_INPUT, "batch of %zu rows, the forward pass was made for %zu", n, f->max_rows);
+    X3_TRY(rc, out, ops->rms_norm(f->dev, d_x, hidden, n, hidden, w->vectors[l->mixer_norm], f->model->norm_eps, d_in,
+                                  hidden, err));
+    switch (l->mixer) {
+    case X3_MIXER_GQA:
+        X3_TRY(rc, out, x3_gqa_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
+        break;
+    }
+    X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));
+    X3_TRY(rc, out, ops->rms_norm(f->dev, d_x, hidden, n, hidden, w->vectors[l->ffn_norm], f->model->norm_eps, d_in,
+                                  hidden, err));
+    switch (l->ffn) {
+    case X3_FFN_MLP:
+        X3_TRY(rc, out, x3_mlp_forward(f, w, batch, d_in, d_out, d_rest, err));
+        break;
+    }
+    X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));
+out:
+    return rc;
+}

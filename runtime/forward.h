@@ -1,0 +1,69 @@
+/* The forward pass, one layer at a time over a batch of sequences. The same functions serve calibration, evaluation and
+ * generation. */
+#ifndef X3_FORWARD_H
+#define X3_FORWARD_H
+
+#include "runtime/weights.h"
+
+/* Sees the input of every group of linears that share one (x3_linear_desc.input), before the first of them runs.
+ * d_x [n_rows][n] belongs to the forward pass and must not be changed. */
+typedef x3_status (*x3_capture_fn)(void *arg, const x3_layer_desc *layer, int input, const float *d_x, size_t n_rows,
+                                   size_t n, x3_err *err);
+
+typedef struct x3_forward {
+    x3_device *dev;
+    const x3_model *model;
+    size_t max_rows, max_positions; /* of a batch; of a sequence */
+    float **d_ropes;                /* [model->n_ropes], tables for max_positions */
+    float *d_scratch;               /* shared by the layer kinds, which carve it up anew each call */
+    size_t scratch_floats;
+    x3_capture_fn capture; /* NULL: none */
+    void *capture_arg;
+} x3_forward;
+
+x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *model, size_t max_rows,
+                            size_t max_positions, x3_err *err) X3_MUST;
+void x3_forward_free(x3_forward *f);
+/* Device bytes that x3_forward_create takes. */
+size_t x3_forward_bytes(const x3_model *model, size_t max_rows, size_t max_positions);
+
+/* d_x [n_rows][hidden] := the residual stream after the layer. kv is this layer's cache. */
+x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv, float *d_x,
+                           x3_err *err) X3_MUST;
+
+/* Runs linear `index` of a layer, telling the capture hook about a new input. d_y [n_rows][n_out]. */
+x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index, const float *d_x, size_t n_rows,
+                            float *d_y, x3_err *err) X3_MUST;
+
+/* Layer kinds: d_in [n_rows][hidden] is the normed input, d_out [n_rows][hidden] what is added to the stream. d_scratch
+ * holds at least the floats that the kind's _scratch function names. */
+x3_status x3_gqa_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
+                         const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
+size_t x3_gqa_scratch(const x3_gqa_desc *d, size_t n_rows);
+x3_status x3_mlp_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, const float *d_in, float *d_out,
+                         float *d_scratch, x3_err *err) X3_MUST;
+size_t x3_mlp_scratch(const x3_mlp_desc *d, size_t n_rows);
+
+/* ---- caches and batches -------------------------------------------------------------------------------- */
+
+/* n_pages pages of one layer. */
+x3_status x3_kv_layer_create(x3_kv_layer *kv, x3_device *dev, const x3_layer_desc *layer, size_t n_pages,
+                             x3_err *err) X3_MUST;
+void x3_kv_layer_free(x3_kv_layer *kv, x3_device *dev);
+
+/* n_sequences of n_positions each, from position 0, on pages of their own; owns its arrays. */
+typedef struct x3_full_batch {
+    x3_batch batch;
+    x3_device *dev;
+    x3_sequence *sequences;
+    int32_t *pages;
+    size_t n_pages; /* of all sequences */
+} x3_full_batch;
+
+x3_status x3_full_batch_create(x3_full_batch *b, x3_device *dev, size_t n_sequences, size_t n_positions,
+                               x3_err *err) X3_MUST;
+void x3_full_batch_free(x3_full_batch *b);
+/* Uses only the first n of its sequences from here on. */
+void x3_full_batch_limit(x3_full_batch *b, size_t n_sequences);
+
+#endif

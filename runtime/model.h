@@ -1,0 +1,86 @@
+/* A model as data: config.json becomes an array of layer descriptors. The forward pass, calibration, quantization and
+ * the pack writer all walk these; none of them knows a family by name.
+ *
+ * A layer is two blocks, each added to the residual stream: a mixer over positions and a feed-forward block. A linear
+ * of a layer is named by its index in `linears`, a vector (norm weight, bias of a router, ...) by its index in
+ * `vectors`; a descriptor of a layer kind holds such indices. */
+#ifndef X3_MODEL_H
+#define X3_MODEL_H
+
+#include "formats/hf_config.h"
+#include "runtime/rope.h"
+
+typedef struct x3_linear_desc {
+    const char *name; /* of the module: "model.layers.0.self_attn.q_proj"; its tensor is <name>.weight [n_out][n_in] */
+    size_t n_in, n_out;
+    bool has_bias;
+    bool quantized; /* becomes an EXL3 group in a pack */
+    int input;      /* linears of a layer with the same number share their input, so their Hessian and signs */
+    int tie;        /* linears of a layer with the same number get the same K */
+    int tie_fused;  /* the same under --tie fused */
+} x3_linear_desc;
+
+typedef struct x3_vector_desc {
+    const char *name; /* of the tensor */
+    size_t n;
+    float add; /* added when loaded: 1 for norms that store gamma - 1 */
+} x3_vector_desc;
+
+typedef enum x3_mixer_kind { X3_MIXER_GQA } x3_mixer_kind;
+typedef enum x3_ffn_kind { X3_FFN_MLP } x3_ffn_kind;
+
+typedef struct x3_gqa_desc {
+    size_t n_heads, n_kv_heads, head_dim;
+    int q, k, v, o;         /* linears */
+    int q_norm, k_norm;     /* vectors, -1: none */
+    int rope;               /* index into the model's ropes, -1: none */
+    float scale;
+    size_t window;          /* 0: all earlier positions */
+} x3_gqa_desc;
+
+typedef struct x3_mlp_desc {
+    size_t n_inner;
+    int gate, up, down;
+} x3_mlp_desc;
+
+typedef struct x3_layer_desc {
+    const char *prefix; /* "model.layers.0" */
+    x3_linear_desc *linears;
+    size_t n_linears, n_inputs;
+    x3_vector_desc *vectors;
+    size_t n_vectors;
+    int mixer_norm, ffn_norm; /* vectors */
+    x3_mixer_kind mixer;
+    x3_gqa_desc gqa;
+    x3_ffn_kind ffn;
+    x3_mlp_desc mlp;
+} x3_layer_desc;
+
+typedef struct x3_model {
+    const char *model_type;
+    size_t hidden, vocab, max_positions;
+    float norm_eps;
+    x3_layer_desc *layers;
+    size_t n_layers;
+    x3_rope_desc *ropes;
+    size_t n_ropes;
+    const char *embed_name;   /* tensor [vocab][hidden] */
+    x3_vector_desc final_norm;
+    x3_linear_desc head;      /* "lm_head" */
+    bool tied;                /* the head's weight is the embedding */
+    x3_arena arena;
+} x3_model;
+
+/* Builds the descriptors. An unknown model_type, an option that changes the mathematics in a way that is not
+ * implemented, a missing or impossible value is an error that names the key and the value.
+ * `ignored` (NULL-terminated, may be NULL) lists config keys that the user takes responsibility for. */
+x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char *const *ignored, x3_err *err) X3_MUST;
+void x3_model_free(x3_model *m);
+
+/* Names of the supported model types, separated by commas. */
+const char *x3_model_types(void);
+
+/* Every linear of the model, layer by layer, the head last: *layer is n_layers for the head. NULL past the end. */
+const x3_linear_desc *x3_model_linear(const x3_model *m, size_t index, size_t *layer);
+
+#endif

@@ -1,0 +1,228 @@
+#include "runtime/weights.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- dense weights on the host ---- */
+
+/* Multiplies rows of an FP8 weight by their scales: one for all, one a row, or one a block of equal size. */
+static x3_status apply_scale(const x3_checkpoint *c, const x3_tensor *t, const x3_tensor *scale, size_t first,
+                             size_t n_rows, float *out, x3_err *err)
+{
+    const size_t rows = (size_t)t->shape[0], cols = (size_t)t->shape[1];
+    const size_t s_rows = scale->rank == 2 ? (size_t)scale->shape[0] : (size_t)scale->n_elements;
+    const size_t s_cols = scale->rank == 2 ? (size_t)scale->shape[1] : 1;
+    const size_t block_rows = (rows + s_rows - 1) / s_rows, block_cols = (cols + s_cols - 1) / s_cols;
+    float *s = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&s, scale->n_elements, sizeof *s, err));
+    X3_TRY(rc, out, x3_safetensors_read_f32(c->st, scale, 0, scale->n_elements, s, err));
+    /* a block size that is not a power of two is rounded up wrong where the last block is short: use the usual 128 */
+    size_t br = s_rows == (rows + 127) / 128 && s_rows > 1 ? 128 : block_rows;
+    size_t bc = s_cols == (cols + 127) / 128 && s_cols > 1 ? 128 : block_cols;
+    for (size_t r = 0; r < n_rows; r++)
+        for (size_t i = 0; i < cols; i++)
+            out[r * cols + i] *= s[(first + r) / br * s_cols + i / bc];
+out:
+    free(s);
+    return rc;
+}
+
+x3_status x3_dense_read(const x3_checkpoint *c, const x3_tensor *t, size_t first, size_t n_rows, float *out, x3_err *err)
+{
+    const size_t cols = (size_t)t->shape[t->rank - 1];
+    const x3_tensor *scale = t->dtype == X3_F8_E4M3 ? x3_checkpoint_scale(c, t) : NULL;
+    x3_status rc = x3_safetensors_read_f32(c->st, t, (uint64_t)first * cols, n_rows * cols, out, err);
+
+    if (rc == X3_OK && scale != NULL)
+        rc = apply_scale(c, t, scale, first, n_rows, out, err);
+    return rc;
+}
+
+x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err)
+{
+    const x3_tensor *t = x3_safetensors_find(c->st, c->model->embed_name);
+    const size_t hidden = c->model->hidden;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < n && rc == X3_OK; i++) {
+        if (ids[i] < 0 || (size_t)ids[i] >= c->model->vocab)
+            return x3_fail(err, X3_ERR_INPUT, "%s: token id %d is outside the embedding of %zu rows", c->dir, ids[i],
+                           c->model->vocab);
+        rc = x3_safetensors_read_f32(c->st, t, (uint64_t)ids[i] * hidden, hidden, out + i * hidden, err);
+    }
+    return rc;
+}
+
+/* ---- device ---- */
+
+static x3_status upload_bytes(x3_device *dev, const void **d_out, const void *host, size_t n_bytes, x3_err *err)
+{
+    void *d = NULL;
+    x3_status rc = x3_device_alloc(dev, &d, n_bytes, err);
+
+    *d_out = d;
+    if (rc == X3_OK)
+        rc = dev->ops->upload(dev, d, host, n_bytes, err);
+    if (rc == X3_OK)
+        rc = dev->ops->sync(dev, err);
+    return rc;
+}
+
+static x3_status load_floats(x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, float add, const float **d_out,
+                             x3_err *err)
+{
+    float *host = NULL;
+    const void *d = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&host, t->n_elements, sizeof *host, err));
+    X3_TRY(rc, out, x3_safetensors_read_f32(c->st, t, 0, t->n_elements, host, err));
+    for (size_t i = 0; add != 0 && i < t->n_elements; i++)
+        host[i] += add;
+    rc = upload_bytes(dev, &d, host, t->n_elements * sizeof *host, err);
+    *d_out = d;
+out:
+    free(host);
+    return rc;
+}
+
+static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, x3_err *err)
+{
+    void *host = NULL;
+    size_t n_bytes = (size_t)t->n_bytes;
+    x3_status rc;
+
+    w->n_in_padded = w->n_in;
+    w->n_out_padded = w->n_out;
+    if (t->dtype == X3_F8_E4M3) {
+        w->kind = X3_WEIGHT_F32;
+        n_bytes = w->n_in * w->n_out * sizeof(float);
+        X3_TRY(rc, out, x3_alloc(&host, n_bytes, 1, err));
+        X3_TRY(rc, out, x3_dense_read(c, t, 0, w->n_out, host, err));
+    } else {
+        w->kind = t->dtype == X3_BF16 ? X3_WEIGHT_BF16 : t->dtype == X3_F16 ? X3_WEIGHT_F16 : X3_WEIGHT_F32;
+        X3_TRY(rc, out, x3_safetensors_load(c->st, t, &host, err));
+    }
+    rc = upload_bytes(dev, &w->data, host, n_bytes, err);
+out:
+    free(host);
+    return rc;
+}
+
+static x3_status load_group(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_group *g, x3_err *err)
+{
+    void *words = NULL;
+    uint16_t *suh = NULL, *svh = NULL;
+    const void *d_suh = NULL, *d_svh = NULL;
+    x3_status rc;
+
+    w->kind = X3_WEIGHT_EXL3;
+    w->n_in_padded = g->n_in;
+    w->n_out_padded = g->n_out;
+    w->K = g->K;
+    w->codebook = g->codebook;
+    X3_TRY(rc, out, x3_safetensors_load(c->st, g->trellis, &words, err));
+    X3_TRY(rc, out, x3_group_scales(c->st, g, true, &suh, err));
+    X3_TRY(rc, out, x3_group_scales(c->st, g, false, &svh, err));
+    X3_TRY(rc, out, upload_bytes(dev, &w->data, words, (size_t)g->trellis->n_bytes, err));
+    rc = upload_bytes(dev, &d_suh, suh, g->n_in * sizeof *suh, err);
+    w->suh = d_suh;
+    if (rc != X3_OK)
+        goto out;
+    rc = upload_bytes(dev, &d_svh, svh, g->n_out * sizeof *svh, err);
+    w->svh = d_svh;
+out:
+    free(words);
+    free(suh);
+    free(svh);
+    return rc;
+}
+
+x3_status x3_linear_load(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
+{
+    const x3_tensor *bias = x3_checkpoint_bias(c, desc);
+    x3_findings findings = {0};
+    x3_group g;
+    bool found = false;
+    x3_status rc;
+
+    *w = (x3_weight){.n_in = desc->n_in, .n_out = desc->n_out};
+    if (c->is_pack) {
+        X3_TRY(rc, out, x3_group_find(c->st, desc->name, &g, &found, &findings, err));
+        X3_TRY(rc, out, x3_findings_status(&findings, err));
+    }
+    if (found)
+        X3_TRY(rc, out, load_group(w, dev, c, &g, err));
+    else
+        X3_TRY(rc, out, load_dense(w, dev, c, x3_checkpoint_weight(c, desc), err));
+    if (bias != NULL)
+        rc = load_floats(dev, c, bias, 0, &w->bias, err);
+out:
+    x3_findings_free(&findings);
+    if (rc != X3_OK)
+        x3_linear_free(w, dev);
+    return rc;
+}
+
+void x3_linear_free(x3_weight *w, x3_device *dev)
+{
+    x3_device_free(dev, (void *)(uintptr_t)w->data);
+    x3_device_free(dev, (void *)(uintptr_t)w->suh);
+    x3_device_free(dev, (void *)(uintptr_t)w->svh);
+    x3_device_free(dev, (void *)(uintptr_t)w->bias);
+    *w = (x3_weight){0};
+}
+
+x3_status x3_vector_load(float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_vector_desc *desc, x3_err *err)
+{
+    const float *d = NULL;
+    x3_status rc = load_floats(dev, c, x3_safetensors_find(c->st, desc->name), desc->add, &d, err);
+
+    *d_out = (float *)(uintptr_t)d;
+    return rc;
+}
+
+x3_status x3_layer_weights_load(x3_layer_weights *w, x3_device *dev, const x3_checkpoint *c, const x3_layer_desc *desc,
+                                x3_err *err)
+{
+    x3_status rc;
+
+    *w = (x3_layer_weights){.dev = dev, .desc = desc};
+    X3_TRY(rc, out, x3_alloc(&w->linears, desc->n_linears, sizeof *w->linears, err));
+    X3_TRY(rc, out, x3_alloc(&w->vectors, desc->n_vectors, sizeof *w->vectors, err));
+    for (size_t i = 0; i < desc->n_linears; i++)
+        X3_TRY(rc, out, x3_linear_load(&w->linears[i], dev, c, &desc->linears[i], err));
+    for (size_t i = 0; i < desc->n_vectors; i++)
+        X3_TRY(rc, out, x3_vector_load(&w->vectors[i], dev, c, &desc->vectors[i], err));
+out:
+    if (rc != X3_OK)
+        x3_layer_weights_free(w);
+    return rc;
+}
+
+void x3_layer_weights_free(x3_layer_weights *w)
+{
+    if (w->desc == NULL)
+        return;
+    for (size_t i = 0; w->linears != NULL && i < w->desc->n_linears; i++)
+        x3_linear_free(&w->linears[i], w->dev);
+    for (size_t i = 0; w->vectors != NULL && i < w->desc->n_vectors; i++)
+        x3_device_free(w->dev, w->vectors[i]);
+    free(w->linears);
+    free(w->vectors);
+    *w = (x3_layer_weights){0};
+}
+
+size_t x3_layer_weights_bytes(const x3_checkpoint *c, const x3_layer_desc *desc)
+{
+    size_t total = 0;
+
+    for (size_t i = 0; i < desc->n_linears; i++) {
+        const x3_tensor *t = x3_checkpoint_weight(c, &desc->linears[i]);
+        size_t weights = desc->linears[i].n_in * desc->linears[i].n_out;
+        total += t == NULL ? weights : weights * (t->dtype == X3_F8_E4M3 ? 4 : x3_dtype_bytes(t->dtype));
+    }
+    return total;
+}

@@ -1,0 +1,36 @@
+/* Weights of a checkpoint in device memory, one layer at a time. */
+#ifndef X3_WEIGHTS_H
+#define X3_WEIGHTS_H
+
+#include "runtime/checkpoint.h"
+#include "runtime/device.h"
+
+typedef struct x3_layer_weights {
+    x3_device *dev;
+    const x3_layer_desc *desc;
+    x3_weight *linears; /* [desc->n_linears] */
+    float **vectors;    /* [desc->n_vectors], device */
+} x3_layer_weights;
+
+x3_status x3_layer_weights_load(x3_layer_weights *w, x3_device *dev, const x3_checkpoint *c, const x3_layer_desc *desc,
+                                x3_err *err) X3_MUST;
+void x3_layer_weights_free(x3_layer_weights *w);
+/* Bytes of device memory that a layer takes. */
+size_t x3_layer_weights_bytes(const x3_checkpoint *c, const x3_layer_desc *desc);
+
+/* One linear: an EXL3 group where the checkpoint has one, else the dense weight in its own type (FP8 becomes float32
+ * with its scales applied). */
+x3_status x3_linear_load(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc,
+                         x3_err *err) X3_MUST;
+void x3_linear_free(x3_weight *w, x3_device *dev);
+/* A vector as float32 in device memory. */
+x3_status x3_vector_load(float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_vector_desc *desc,
+                         x3_err *err) X3_MUST;
+
+/* Rows [first, first + n_rows) of a dense weight as float32 in host memory, FP8 scales applied. */
+x3_status x3_dense_read(const x3_checkpoint *c, const x3_tensor *t, size_t first, size_t n_rows, float *out,
+                        x3_err *err) X3_MUST;
+/* out [n][hidden] = rows of the embedding. An id past the vocabulary is an error. */
+x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err) X3_MUST;
+
+#endif
