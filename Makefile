@@ -1,6 +1,7 @@
 # exl3 toolchain. `make help` lists the targets.
 # One build folder a configuration: build/<CONFIG>; CONFIG=release, asan, ubsan, arm64, fuzz.
 
+.DEFAULT_GOAL := all
 CONFIG ?= release
 B := build/$(CONFIG)
 CC ?= gcc
@@ -13,7 +14,7 @@ ifdef CI
 WARN += -Werror
 endif
 OPT := -O2
-CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I. -DX3_SOURCE_ID='"$(SOURCE_ID)"'
+CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I.
 LIBS := -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
 
 SOURCE_ID := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
@@ -43,7 +44,7 @@ ISA_FLAGS_neon :=
 FOLDERS := formats kernels runtime calib quant
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
-LIB_OBJ := $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
+LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
 TEST_SRC := $(wildcard tests/test_*.c)
 TEST_OBJ := $(TEST_SRC:%.c=$(B)/%.o)
 
@@ -51,7 +52,16 @@ TEST_OBJ := $(TEST_SRC:%.c=$(B)/%.o)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-all: $(B)/tests/tests
+TOOLS := exl3-quantize exl3-eval
+all: $(TOOLS:%=$(B)/%) ## build the programs into build/release
+
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+
+# The revision is compiled in; the file changes only when the revision does.
+$(shell mkdir -p $(B) && printf 'const char *x3_source_id(void);\nconst char *x3_source_id(void)\n{\n    return "%s";\n}\n' '$(SOURCE_ID)' > $(B)/source_id.new && { cmp -s $(B)/source_id.new $(B)/source_id.c || cp $(B)/source_id.new $(B)/source_id.c; })
+$(B)/source_id.o: $(B)/source_id.c
+	@$(CC) $(CFLAGS) -c $< -o $@
 
 test: $(B)/tests/tests ## the test suite
 	$(B)/tests/tests $(WORDS)
@@ -71,7 +81,7 @@ $(B)/%.$(1).o: %.c Makefile
 endef
 $(foreach i,$(ISAS),$(eval $(call simd_rule,$(i))))
 
--include $(LIB_OBJ:.o=.d) $(TEST_OBJ:.o=.d)
+-include $(LIB_OBJ:.o=.d) $(wildcard $(B)/tools/*.d) $(TEST_OBJ:.o=.d)
 
 $(B)/tests/bench_%: $(B)/tests/bench_%.o $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)

@@ -9,16 +9,18 @@ void x3_dense_linear_cpu(const x3_kernels *k, const x3_dense_item *t, float *scr
     float *panel = scratch;
     float bias[X3_PANEL];
     size_t n = x3_min_size(X3_LINEAR_COLS, t->n_out - t->first_out);
+    const size_t n_blocks = (t->n_in + X3_LINEAR_DEPTH - 1) / X3_LINEAR_DEPTH;
 
     for (size_t c = 0; c < n; c += X3_PANEL) {
         /* the last panel of a matrix may be narrower than 16: its sums go through scratch */
         bool whole = n - c >= X3_PANEL;
         float *y = whole ? t->y + t->first_out + c : scratch + X3_LINEAR_DEPTH * X3_LINEAR_COLS;
         size_t ldy = whole ? t->ldy : X3_PANEL;
-        for (size_t i = 0; i < t->n_in; i += X3_LINEAR_DEPTH) {
+        for (size_t b = 0; b < n_blocks; b++) {
+            size_t i = (t->reverse ? n_blocks - 1 - b : b) * X3_LINEAR_DEPTH;
             size_t depth = x3_min_size(X3_LINEAR_DEPTH, t->n_in - i);
             x3_panel_pack(t->weight, t->type, t->n_out, t->n_in, t->first_out + c, i, depth, panel);
-            k->panel_matmul(t->x + i, t->ldx, t->n_rows, panel, X3_PANEL, depth, y, ldy, i > 0);
+            k->panel_matmul(t->x + i, t->ldx, t->n_rows, panel, X3_PANEL, depth, y, ldy, b > 0);
         }
         size_t width = x3_min_size(X3_PANEL, n - c);
         for (size_t j = 0; j < width; j++)
@@ -47,9 +49,11 @@ void x3_exl3_linear_cpu(const x3_kernels *k, const x3_exl3_item *t, float *scrat
 {
     float *panels = scratch, *sums = scratch + X3_LINEAR_DEPTH * X3_LINEAR_COLS;
     const size_t tiles_out = t->n_out_padded / X3_TILE, words = (size_t)(8 * t->K);
+    const size_t n_blocks = (t->n_in_padded + X3_LINEAR_DEPTH - 1) / X3_LINEAR_DEPTH;
     size_t n = x3_min_size(X3_LINEAR_COLS, t->n_out - t->first_out);
 
-    for (size_t i = 0; i < t->n_in_padded; i += X3_LINEAR_DEPTH) {
+    for (size_t b = 0; b < n_blocks; b++) {
+        size_t i = (t->reverse ? n_blocks - 1 - b : b) * X3_LINEAR_DEPTH;
         size_t depth = x3_min_size(X3_LINEAR_DEPTH, t->n_in_padded - i);
         for (size_t row = 0; row < depth; row += X3_TILE)
             for (size_t c = 0; c < N_PANELS; c++) {
@@ -58,7 +62,7 @@ void x3_exl3_linear_cpu(const x3_kernels *k, const x3_exl3_item *t, float *scrat
             }
         for (size_t c = 0; c < N_PANELS; c++)
             k->panel_matmul(t->x + i, t->n_in_padded, t->n_rows, panels + c * depth * X3_PANEL, X3_PANEL, depth,
-                            sums + c * X3_PANEL, X3_LINEAR_COLS, i > 0);
+                            sums + c * X3_PANEL, X3_LINEAR_COLS, b > 0);
     }
     k->hadamard(sums, t->n_rows);
     for (size_t r = 0; r < t->n_rows; r++) {

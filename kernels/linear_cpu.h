@@ -18,6 +18,7 @@ typedef struct x3_dense_item {
     x3_dense_type type;
     size_t n_out, n_in, first_out;
     const float *bias;
+    bool reverse; /* blocks of X3_LINEAR_DEPTH inputs from last to first */
     const float *x;
     size_t ldx, n_rows;
     float *y;
@@ -34,6 +35,7 @@ typedef struct x3_exl3_item {
     size_t n_in_padded, n_out_padded, n_out, first_out;
     const float *svh;  /* [n_out_padded] */
     const float *bias; /* [n_out] or NULL */
+    bool reverse;      /* as above */
     const float *x;
     size_t n_rows;
     float *y;

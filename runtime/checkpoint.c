@@ -223,6 +223,7 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_model_create(&c->model, c->config, ignored_options, err));
     X3_TRY(rc, out, x3_safetensors_open(&c->st, dir, findings, err));
     X3_TRY(rc, out, x3_alloc(&c->roles, c->st->n_tensors, sizeof *c->roles, err));
+    X3_TRY(rc, out, x3_alloc(&c->hashes, c->st->n_tensors, sizeof *c->hashes, err));
     X3_TRY(rc, out, x3_alloc(&c->drop_reasons, c->st->n_tensors, sizeof *c->drop_reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
@@ -242,6 +243,7 @@ void x3_checkpoint_close(x3_checkpoint *c)
     x3_hf_config_free(c->config);
     free(c->roles);
     free(c->drop_reasons);
+    free(c->hashes);
     free(c->dir);
     free(c);
 }

@@ -23,6 +23,10 @@ typedef struct x3_checkpoint {
     bool is_pack;
     x3_tensor_role *roles;     /* [st->n_tensors] */
     const char **drop_reasons; /* [st->n_tensors], for X3_ROLE_DROPPED */
+    struct x3_tensor_hash {
+        uint64_t hash;
+        bool known;
+    } *hashes; /* [st->n_tensors], XXH3 of the data of tensors that were read whole */
 } x3_checkpoint;
 
 /* Opens a folder and checks it from headers and JSON alone: every tensor that the model needs is there with the right
@@ -38,5 +42,18 @@ const x3_tensor *x3_checkpoint_weight(const x3_checkpoint *c, const x3_linear_de
 const x3_tensor *x3_checkpoint_bias(const x3_checkpoint *c, const x3_linear_desc *linear);
 /* Scale tensor of an FP8 weight: <weight>_scale_inv or <weight>_scale; NULL when there is none. */
 const x3_tensor *x3_checkpoint_scale(const x3_checkpoint *c, const x3_tensor *weight);
+
+/* Reads a tensor whole, to the heap, and remembers the XXH3 of its bytes; when it was known already it must be the same,
+ * else the file has changed under us (X3_ERR_INPUT). */
+x3_status x3_checkpoint_load(const x3_checkpoint *c, const x3_tensor *t, void **out, x3_err *err) X3_MUST;
+/* XXH3 of one tensor's bytes, read now if it was not before. */
+x3_status x3_checkpoint_tensor_hash(const x3_checkpoint *c, const x3_tensor *t, uint64_t *hash, x3_err *err) X3_MUST;
+/* Reads every tensor once: fills the hashes, and reports every tensor of floats with NaN or infinite values (how many,
+ * where the first one is). `step`, which may be NULL, is told bytes done and in all. */
+x3_status x3_checkpoint_scan(const x3_checkpoint *c, void (*step)(void *arg, uint64_t done, uint64_t total), void *arg,
+                             x3_findings *findings, x3_err *err) X3_MUST;
+/* Identity of the weights: XXH3 over name, type, shape and XXH3 of every tensor in order of name. It does not depend on
+ * how they are cut into shards. */
+x3_status x3_checkpoint_hash(const x3_checkpoint *c, uint64_t *hash, x3_err *err) X3_MUST;
 
 #endif

@@ -12,6 +12,7 @@
 
 #include "formats/base.h"
 #include "kernels/codebook.h"
+#include "kernels/score.h"
 
 typedef struct x3_device x3_device;
 
@@ -114,6 +115,10 @@ typedef struct x3_device_ops {
     /* x[i] += y[i] */
     x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
 
+    /* Compares rows of logits [n_rows][vocab] (score.h); next [n_rows] and out [n_rows] in host memory. Waits. */
+    x3_status (*score)(x3_device *dev, const float *d_reference, const float *d_pack, size_t n_rows, size_t vocab,
+                       const int32_t *next, x3_score_position *out, x3_err *err);
+
     /* ---- calibration ---- */
     /* a [n][n] += x^T y, float32 accumulation or better. x, y [n_rows][n]; when x == y only the lower triangle
      * (row >= column) need be right: see mirror. */
@@ -172,6 +177,8 @@ struct x3_device {
     char name[96];        /* for people and receipts: "cpu avx2, 2 threads" */
     char kernel_set[96];  /* what the bytes may depend on: "cpu OpenBLAS Zen avx2" */
     size_t used_bytes, peak_bytes;
+    /* linear sums over inputs in another, equally valid order: what this changes is the noise floor of a score */
+    bool reverse_sums;
 };
 
 /* spec is "cpu", "cuda" or "cuda:N". n_threads is for host work; 0 means one a processor. */

@@ -138,6 +138,7 @@ static void dense_item(void *arg, size_t item, int thread)
         .n_in = w->n_in,
         .first_out = item / t->n_chunks * X3_LINEAR_COLS,
         .bias = w->bias,
+        .reverse = t->cpu->base.reverse_sums,
         .x = t->x + first * t->ldx,
         .ldx = t->ldx,
         .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
@@ -163,6 +164,7 @@ static void exl3_item(void *arg, size_t item, int thread)
         .first_out = item / t->n_chunks * X3_LINEAR_COLS,
         .svh = t->svh,
         .bias = w->bias,
+        .reverse = t->cpu->base.reverse_sums,
         .x = t->inner + first * w->n_in_padded,
         .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
         .y = t->y + first * t->ldy,
@@ -320,6 +322,31 @@ static x3_status cpu_add(x3_device *dev, float *x, const float *y, size_t n, x3_
     (void)err;
     for (size_t i = 0; i < n; i++)
         x[i] += y[i];
+    return X3_OK;
+}
+
+struct score_work {
+    const float *reference, *pack;
+    size_t vocab;
+    const int32_t *next;
+    x3_score_position *out;
+};
+
+static void score_item(void *arg, size_t item, int thread)
+{
+    const struct score_work *t = arg;
+
+    (void)thread;
+    x3_score_row_ref(t->reference + item * t->vocab, t->pack + item * t->vocab, t->vocab, t->next[item], &t->out[item]);
+}
+
+static x3_status cpu_score(x3_device *dev, const float *reference, const float *pack, size_t n_rows, size_t vocab,
+                           const int32_t *next, x3_score_position *out, x3_err *err)
+{
+    struct score_work t = {.reference = reference, .pack = pack, .vocab = vocab, .next = next, .out = out};
+
+    (void)err;
+    x3_pool_run(x3_cpu(dev)->pool, n_rows, score_item, &t);
     return X3_OK;
 }
 
@@ -490,6 +517,7 @@ static const x3_device_ops cpu_ops = {
     .attention = cpu_attention,
     .silu_mul = cpu_silu_mul,
     .add = cpu_add,
+    .score = cpu_score,
     .gram = x3_cpu_gram,
     .all_finite = cpu_all_finite,
     .drop_nonfinite = cpu_drop_nonfinite,

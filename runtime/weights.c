@@ -103,7 +103,7 @@ static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c
         X3_TRY(rc, out, x3_dense_read(c, t, 0, w->n_out, host, err));
     } else {
         w->kind = t->dtype == X3_BF16 ? X3_WEIGHT_BF16 : t->dtype == X3_F16 ? X3_WEIGHT_F16 : X3_WEIGHT_F32;
-        X3_TRY(rc, out, x3_safetensors_load(c->st, t, &host, err));
+        X3_TRY(rc, out, x3_checkpoint_load(c, t, &host, err));
     }
     rc = upload_bytes(dev, &w->data, host, n_bytes, err);
 out:
@@ -123,7 +123,7 @@ static x3_status load_group(x3_weight *w, x3_device *dev, const x3_checkpoint *c
     w->n_out_padded = g->n_out;
     w->K = g->K;
     w->codebook = g->codebook;
-    X3_TRY(rc, out, x3_safetensors_load(c->st, g->trellis, &words, err));
+    X3_TRY(rc, out, x3_checkpoint_load(c, g->trellis, &words, err));
     X3_TRY(rc, out, x3_group_scales(c->st, g, true, &suh, err));
     X3_TRY(rc, out, x3_group_scales(c->st, g, false, &svh, err));
     X3_TRY(rc, out, upload_bytes(dev, &w->data, words, (size_t)g->trellis->n_bytes, err));

@@ -1,0 +1,263 @@
+/* What the CUDA kernels share: decoding a tile's states straight into tensor-core operands, the 128-point Hadamard, and
+ * a few instructions that have no C spelling. Private to the .cu files here. */
+#ifndef X3_CUDA_COMMON_CUH
+#define X3_CUDA_COMMON_CUH
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernels/codebook.h"
+#include "kernels/cuda_kernels.h"
+
+#define X3_WARP 32
+#define X3_ALL_LANES 0xFFFFFFFFu
+
+/* For functions that hold nothing: C++ forbids jumping over initializations to a label. */
+#define RETURN_IF_FAILED(expr)          \
+    do {                                \
+        const x3_status status = (expr); \
+        if (status != X3_OK)            \
+            return status;              \
+    } while (0)
+
+/* X3_OK, or a failure that names `what`. */
+x3_status x3_cuda_check(cudaError_t error, const char *what, x3_err *err);
+/* A launch with `shared_bytes` of dynamic shared memory; overlap: see x3_cuda_linear. */
+x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
+                         bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
+
+/* ---- single instructions ----------------------------------------------------------------------------------- */
+
+/* 16 bytes from global to shared memory, not waited for. */
+static __device__ __forceinline__ void copy_async_16(void *shared, const void *global)
+{
+    uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+static __device__ __forceinline__ void copy_async_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N_PENDING> static __device__ __forceinline__ void copy_async_wait(void)
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(N_PENDING) : "memory");
+}
+
+/* Waits until the kernels before this one on its stream are done and their writes visible. */
+static __device__ __forceinline__ void wait_for_previous_kernel(void)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next kernel may begin its prologue. */
+static __device__ __forceinline__ void release_next_kernel(void)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* c += a b: a 16x16 (rows x inputs), b 16x8, float16 with float32 sums. A row of c depends on the same row of a alone. */
+static __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ uint32_t half2_bits(__half2 h)
+{
+    return *(const uint32_t *)&h;
+}
+
+static __device__ __forceinline__ __half2 bits_half2(uint32_t u)
+{
+    return *(const __half2 *)&u;
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------ */
+
+/* Values of two states, as two float16 (first in the low half). Equal to x3_codebook_values for every state. */
+template <int CODEBOOK> static __device__ __forceinline__ uint32_t decode_pair(uint32_t first, uint32_t second)
+{
+    if (CODEBOOK == X3_CB_MUL1) {
+        /* the byte sums land behind 0x6400: each half is then the number 1024 + sum, exactly */
+        uint32_t a = __dp4a(first * X3_MUL1_MULTIPLIER, 0x01010101u, 0x64006400u);
+        uint32_t b = __dp4a(second * X3_MUL1_MULTIPLIER, 0x01010101u, 0u);
+        return half2_bits(__hfma2(bits_half2(b * 65536u + a), bits_half2(0x1EEE1EEEu), bits_half2(0xC931C931u)));
+    }
+    uint32_t x = CODEBOOK == X3_CB_MCG ? x3_codebook_mix_mcg(first) : x3_codebook_mix_3inst(first);
+    uint32_t y = CODEBOOK == X3_CB_MCG ? x3_codebook_mix_mcg(second) : x3_codebook_mix_3inst(second);
+    __half2 hx = bits_half2(x), hy = bits_half2(y);
+    return half2_bits(__halves2half2(__hadd(__low2half(hx), __high2half(hx)), __hadd(__low2half(hy), __high2half(hy))));
+}
+
+template <int CODEBOOK> static __device__ __forceinline__ float decode_value(uint32_t state)
+{
+    return __low2float(bits_half2(decode_pair<CODEBOOK>(state, state)));
+}
+
+static __device__ __forceinline__ float decode_value_of(int codebook, uint32_t state)
+{
+    return codebook == X3_CB_MUL1  ? decode_value<X3_CB_MUL1>(state)
+           : codebook == X3_CB_MCG ? decode_value<X3_CB_MCG>(state)
+                                   : decode_value<X3_CB_3INST>(state);
+}
+
+/* The 16 + 7 K bits that hold the eight states of a lane, the last bit of the last state lowest. They end at bit
+ * 8 K (lane + 1) of the tile, inside `word`; `shift` bits of that word come after them. */
+typedef struct lane_bits {
+    int word, before, before2; /* indices into the tile's 8 K words, which are a ring */
+    uint32_t shift;
+} lane_bits;
+
+template <int K> static __device__ __forceinline__ lane_bits lane_bits_of(int lane)
+{
+    const int end = 8 * K * (lane + 1), n_words = 8 * K;
+    lane_bits l;
+
+    l.word = (end - 1) >> 5;
+    l.before = (l.word + n_words - 1) % n_words;
+    l.before2 = (l.word + n_words - 2) % n_words;
+    l.shift = (uint32_t)(-end & 31);
+    return l;
+}
+
+typedef struct window {
+    uint32_t low, high, top;
+} window;
+
+template <int K> static __device__ __forceinline__ window window_load(const uint32_t *tile, lane_bits l)
+{
+    const bool aligned = K % 4 == 0; /* shift is zero in every lane */
+    uint32_t a = tile[l.word], b = tile[l.before], c = K >= 5 ? tile[l.before2] : 0;
+    window w;
+
+    w.low = aligned ? a : __funnelshift_r(a, b, l.shift);
+    w.high = aligned ? b : K >= 5 ? __funnelshift_r(b, c, l.shift) : b >> l.shift;
+    w.top = aligned ? c : c >> l.shift;
+    return w;
+}
+
+/* 32 bits of the window from bit T up. */
+template <int T> static __device__ __forceinline__ uint32_t window_from(window w)
+{
+    if (T == 0)
+        return w.low;
+    if (T == 32)
+        return w.high;
+    if (T + 16 <= 32)
+        return w.low >> (T & 31);
+    if (T < 32)
+        return __funnelshift_r(w.low, w.high, T & 31);
+    return T + 16 <= 64 ? w.high >> (T & 31) : __funnelshift_r(w.high, w.top, T & 31);
+}
+
+/* State j of the window lies at bit (7 - j) K. A byte permutation takes any 16 bits on a byte border, so states that
+ * are 8 or 16 bits apart share one shift. */
+template <int K, int J> static __device__ __forceinline__ uint32_t window_state(window w)
+{
+    constexpr int t = (7 - J) * K;
+    constexpr int from = t == 8 || t == 16               ? 0
+                         : K == 2 && t > 8               ? t - 8
+                         : K == 4 && (t == 12 || t == 20) ? 4
+                         : K == 8 && (t == 40 || t == 48) ? 32
+                                                          : t;
+    return __byte_perm(window_from<from>(w), 0, 0x4410 + 0x11 * ((t - from) / 8));
+}
+
+/* The eight values of a lane as the two B operands of a 16x16 tile: b[0], b[1] for columns 0..7, b[2], b[3] for 8..15. */
+template <int K, int CODEBOOK> static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l,
+                                                                                  uint32_t b[4])
+{
+    const window w = window_load<K>(tile, l);
+
+    b[0] = decode_pair<CODEBOOK>(window_state<K, 0>(w), window_state<K, 1>(w));
+    b[1] = decode_pair<CODEBOOK>(window_state<K, 2>(w), window_state<K, 3>(w));
+    b[2] = decode_pair<CODEBOOK>(window_state<K, 4>(w), window_state<K, 5>(w));
+    b[3] = decode_pair<CODEBOOK>(window_state<K, 6>(w), window_state<K, 7>(w));
+}
+
+/* ---- rows ---------------------------------------------------------------------------------------------------- */
+
+/* A warp holds 128 numbers, 4 * lane + e in v[e]: Sylvester-Hadamard over strides 1, 2, .. 64, divided by sqrt(128).
+ * The same operations in the same order as x3_kernels.hadamard. */
+static __device__ __forceinline__ void hadamard_128(float v[4], int lane)
+{
+    float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+
+    v[0] = a + c;
+    v[1] = b + d;
+    v[2] = a - c;
+    v[3] = b - d;
+#pragma unroll
+    for (int stride = 1; stride < X3_WARP; stride *= 2)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float other = __shfl_xor_sync(X3_ALL_LANES, v[e], stride);
+            v[e] = lane & stride ? other - v[e] : v[e] + other;
+        }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        v[e] *= 0.08838834764831845f;
+}
+
+/* x[i .. i + 3] of n, zero past the end. `whole`: the row may be read four at a time. */
+static __device__ __forceinline__ void load_4(float v[4], const void *x, x3_cuda_type type, size_t row, size_t i, size_t n,
+                                              bool whole)
+{
+    if (whole && i + 3 < n) {
+        if (type == X3_CUDA_F32) {
+            float4 f = *(const float4 *)((const float *)x + row + i);
+            v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+        } else {
+            uint2 h = *(const uint2 *)((const __half *)x + row + i);
+            float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
+            v[0] = p.x, v[1] = p.y, v[2] = q.x, v[3] = q.y;
+        }
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        v[e] = i + e >= n               ? 0.0f
+               : type == X3_CUDA_F32 ? ((const float *)x)[row + i + e]
+                                        : __half2float(((const __half *)x)[row + i + e]);
+}
+
+static __device__ __forceinline__ void store_4(const float v[4], void *y, x3_cuda_type type, size_t row, size_t i, size_t n,
+                                               bool whole)
+{
+    if (whole && i + 3 < n) {
+        if (type == X3_CUDA_F32)
+            *(float4 *)((float *)y + row + i) = make_float4(v[0], v[1], v[2], v[3]);
+        else
+            *(uint2 *)((__half *)y + row + i) = make_uint2(half2_bits(__floats2half2_rn(v[0], v[1])),
+                                                           half2_bits(__floats2half2_rn(v[2], v[3])));
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        if (i + e >= n)
+            continue;
+        if (type == X3_CUDA_F32)
+            ((float *)y)[row + i + e] = v[e];
+        else
+            ((__half *)y)[row + i + e] = __float2half_rn(v[e]);
+    }
+}
+
+/* v *= scale[i .. i + 3], float16. */
+static __device__ __forceinline__ void scale_4(float v[4], const uint16_t *scale, size_t i)
+{
+    uint2 h = *(const uint2 *)(scale + i);
+    float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
+
+    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+}
+
+#endif

@@ -1,0 +1,259 @@
+/* Host side of the EXL3 linear for 1 .. 128 rows and of reconstruction, and what all CUDA launches share. */
+#include "kernels/linear_cuda.cuh"
+
+#include <string.h>
+
+/* ---- devices and launches ------------------------------------------------------------------------------------------ */
+
+x3_status x3_cuda_check(cudaError_t error, const char *what, x3_err *err)
+{
+    if (error == cudaSuccess)
+        return X3_OK;
+    return x3_fail(err, error == cudaErrorMemoryAllocation ? X3_ERR_MEMORY : X3_ERR_DEVICE, "CUDA: %s: %s (%s)", what,
+                   cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+x3_status x3_cuda_count(int *n, x3_err *err)
+{
+    cudaError_t error = cudaGetDeviceCount(n);
+
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+        *n = 0;
+        (void)cudaGetLastError();
+        return X3_OK;
+    }
+    return x3_cuda_check(error, "counting devices", err);
+}
+
+x3_status x3_cuda_open(int device, x3_cuda_info *out, x3_err *err)
+{
+    cudaDeviceProp p;
+
+    memset(out, 0, sizeof *out);
+    RETURN_IF_FAILED(x3_cuda_check(cudaSetDevice(device), "choosing the device", err));
+    RETURN_IF_FAILED(x3_cuda_check(cudaGetDeviceProperties(&p, device), "reading device properties", err));
+    if (p.major < 8)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 is the least", p.name, p.major, p.minor);
+    out->device = device;
+    out->compute_capability = 10 * p.major + p.minor;
+    out->n_multiprocessors = p.multiProcessorCount;
+    out->shared_bytes = p.sharedMemPerBlockOptin;
+    out->memory_bytes = p.totalGlobalMem;
+    strncpy(out->name, p.name, sizeof out->name - 1);
+    return X3_OK;
+}
+
+x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
+                         bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err)
+{
+    cudaLaunchAttribute attribute;
+    cudaLaunchConfig_t config;
+
+    memset(&attribute, 0, sizeof attribute);
+    memset(&config, 0, sizeof config);
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = grid;
+    config.blockDim = dim3((unsigned)n_threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = overlap && info->compute_capability >= 90 ? 1 : 0;
+    if (shared_bytes > 32 * 1024)
+        RETURN_IF_FAILED(x3_cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                           (int)shared_bytes), what, err));
+    return x3_cuda_check(cudaLaunchKernelExC(&config, kernel, args), what, err);
+}
+
+x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
+{
+    static void (*const fill[])(linear_kernels *) = {
+        x3_linear_kernels_k1, x3_linear_kernels_k2, x3_linear_kernels_k3, x3_linear_kernels_k4,
+        x3_linear_kernels_k5, x3_linear_kernels_k6, x3_linear_kernels_k7, x3_linear_kernels_k8,
+    };
+
+    if (K < 1 || K > X3_K_MAX)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "K is %d; 1 to %d are known", K, X3_K_MAX);
+    fill[K - 1](out);
+    return X3_OK;
+}
+
+/* ---- rotated inputs as A operands ------------------------------------------------------------------------------------ */
+
+#define ROTATE_WARPS 16
+
+/* Block (b, r): 128 inputs of 16 rows, a warp a row, to fragments [r][8 b ..][lane]. Rows past the end become zero. The
+ * values are those of rotate_inputs in linear_k_cuda.cu, bit for bit. */
+static __global__ void __launch_bounds__(ROTATE_WARPS *X3_WARP) rotate_fragments(const __grid_constant__ linear_args a)
+{
+    __shared__ __align__(16) uint32_t words[8 * X3_WARP * 4];
+    const int lane = threadIdx.x & 31, r = threadIdx.x >> 5, row = blockIdx.y * 16 + r;
+    const size_t i = (size_t)blockIdx.x * X3_HADAMARD + 4 * lane;
+    float v[4] = {0, 0, 0, 0};
+
+    release_next_kernel();
+    wait_for_previous_kernel();
+    if (row < a.n_rows) {
+        load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
+        scale_4(v, a.suh, i);
+        hadamard_128(v, lane);
+    }
+    uint32_t *to = words + ((lane >> 2) * X3_WARP + 4 * (r & 7) + 2 * (lane & 1)) * 4 + (r >> 3) + (lane & 2);
+    to[0] = half2_bits(__floats2half2_rn(v[0], v[1]));
+    to[4] = half2_bits(__floats2half2_rn(v[2], v[3]));
+    __syncthreads();
+    if (threadIdx.x < 8 * X3_WARP)
+        a.fragments[((size_t)blockIdx.y * a.n_units_in + blockIdx.x * 8) * X3_WARP + threadIdx.x] =
+            ((const uint4 *)words)[threadIdx.x];
+}
+
+/* ---- the linear ---------------------------------------------------------------------------------------------------- */
+
+/* How many blocks share the units: as many as there are multiprocessors, or up to a tenth less when the cut then falls on
+ * stripe borders, since every further segment costs a block about 8 units of time. Never fewer units than chains. */
+static int choose_blocks(const x3_cuda_info *info, int64_t n_units, int64_t n_units_in)
+{
+    const int most = (int)(n_units / N_CHAINS < info->n_multiprocessors ? n_units / N_CHAINS : info->n_multiprocessors);
+    int best = most;
+    int64_t best_cost = INT64_MAX;
+
+    for (int n = most; n > 0 && n >= most * 9 / 10; n--) {
+        int64_t cost = 0;
+        for (int b = 0; b < n; b++) {
+            const int64_t first = b * n_units / n, last = (b + 1) * n_units / n;
+            const int64_t segments = (last - 1) / n_units_in - first / n_units_in + 1;
+            const int64_t chain = (last - first + N_CHAINS - 1) / N_CHAINS * N_CHAINS;
+            if (chain + 8 * segments > cost)
+                cost = chain + 8 * segments;
+        }
+        if (cost < best_cost) {
+            best_cost = cost;
+            best = n;
+        }
+    }
+    return best;
+}
+
+static bool aligned_for(const void *p, size_t ld, x3_cuda_type type)
+{
+    return (uintptr_t)p % (type == X3_CUDA_F32 ? 16 : 8) == 0 && ld % 4 == 0;
+}
+
+static size_t fragment_bytes(const x3_cuda_group *g, size_t n_rows)
+{
+    return x3_round_up(n_rows, 16) * g->n_in_padded * 2;
+}
+
+size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_rows)
+{
+    const size_t slots = (size_t)info->n_multiprocessors + g->n_out_padded / STRIPE_COLS;
+
+    return X3_CUDA_COUNTER_BYTES + fragment_bytes(g, n_rows) + slots * n_rows * STRIPE_COLS * sizeof(float);
+}
+
+static x3_status check_group(const x3_cuda_group *g, x3_err *err)
+{
+    if (g->n_in_padded % X3_HADAMARD != 0 || g->n_out_padded % X3_HADAMARD != 0 || g->n_in_padded == 0 ||
+        g->n_out_padded == 0)
+        return x3_fail(err, X3_ERR_INPUT, "EXL3 group of %zu x %zu: both must be multiples of %d", g->n_in_padded,
+                       g->n_out_padded, X3_HADAMARD);
+    if (g->n_in > g->n_in_padded || g->n_out > g->n_out_padded)
+        return x3_fail(err, X3_ERR_INPUT, "EXL3 group holds %zu x %zu, fewer than the layer's %zu x %zu", g->n_in_padded,
+                       g->n_out_padded, g->n_in, g->n_out);
+    if ((unsigned)g->codebook > X3_CB_MUL1)
+        return x3_fail(err, X3_ERR_INPUT, "codebook %d is not one of the three", (int)g->codebook);
+    return X3_OK;
+}
+
+void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows)
+{
+    memset(a, 0, sizeof *a);
+    a->words = g->d_words;
+    a->suh = g->d_suh;
+    a->svh = g->d_svh;
+    a->bias = g->d_bias;
+    a->x = rows->d_x;
+    a->y = rows->d_y;
+    a->ldx = rows->ldx;
+    a->ldy = rows->ldy;
+    a->x_type = rows->x_type;
+    a->y_type = rows->y_type;
+    a->x_whole = aligned_for(rows->d_x, rows->ldx, rows->x_type);
+    a->y_whole = aligned_for(rows->d_y, rows->ldy, rows->y_type);
+    a->n_rows = (int)rows->n_rows;
+    a->n_in = (int)g->n_in;
+    a->n_out = (int)g->n_out;
+    a->n_units_in = (int)(g->n_in_padded / X3_TILE);
+    a->n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
+}
+
+/* Sets n_stages; false when the shape does not fit into shared memory. */
+static bool fit(const x3_cuda_info *info, int K, linear_shape shape, int n_blocks, linear_args *a, size_t *shared_bytes)
+{
+    const int64_t n_units = (int64_t)a->n_units_in * a->n_stripes;
+    const size_t most_units = (size_t)((n_units + n_blocks - 1) / n_blocks);
+    const size_t rest = linear_sums_bytes(shape, a->n_rows) +
+                        (shape == LINEAR_FOLDED ? most_units * (size_t)a->n_rows * X3_TILE * 2 : 0) + 64;
+
+    for (a->n_stages = 4; a->n_stages >= 2; a->n_stages--) {
+        *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
+        if (*shared_bytes + 64 <= info->shared_bytes)
+            return true;
+    }
+    return false;
+}
+
+x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, bool overlap,
+                         void *d_scratch, x3_cuda_stream stream, x3_err *err)
+{
+    const size_t n_rows = rows->n_rows;
+    linear_kernels kernels;
+    linear_args a;
+    size_t shared_bytes = 0;
+
+    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
+    if (n_rows == 0 || n_rows > X3_CUDA_LINEAR_ROWS)
+        return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows: 1 to %d at a time", n_rows, X3_CUDA_LINEAR_ROWS);
+    x3_linear_fill_args(&a, g, rows);
+    if ((size_t)a.n_stripes * 2 * sizeof(int) > X3_CUDA_COUNTER_BYTES)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "linear with %zu outputs: %d at most", g->n_out_padded,
+                       X3_CUDA_COUNTER_BYTES / 8 * STRIPE_COLS);
+    a.counters = (int *)d_scratch;
+    a.fragments = (uint4 *)((char *)d_scratch + X3_CUDA_COUNTER_BYTES);
+    a.partial = (float *)((char *)a.fragments + fragment_bytes(g, n_rows));
+
+    linear_shape shape = n_rows <= FOLD_ROWS ? LINEAR_FOLDED : n_rows <= 16 ? LINEAR_16 : n_rows <= 32 ? LINEAR_32 : LINEAR_64;
+    const int n_blocks = choose_blocks(info, (int64_t)a.n_units_in * a.n_stripes, a.n_units_in);
+    if (shape == LINEAR_FOLDED && !fit(info, g->K, shape, n_blocks, &a, &shared_bytes))
+        shape = LINEAR_16;
+    if (shape != LINEAR_FOLDED && !fit(info, g->K, shape, n_blocks, &a, &shared_bytes))
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "linear at K = %d does not fit into %zu bytes of shared memory", g->K,
+                       info->shared_bytes);
+    void *args[] = {&a};
+    if (shape != LINEAR_FOLDED) {
+        const dim3 grid((unsigned)(g->n_in_padded / X3_HADAMARD), (unsigned)((n_rows + 15) / 16));
+        RETURN_IF_FAILED(x3_cuda_launch(info, (const void *)rotate_fragments, grid, ROTATE_WARPS * X3_WARP, 0, overlap, stream,
+                                       args, "linear, rotating inputs", err));
+        overlap = true; /* the weights were there before the kernel just queued */
+    }
+    const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + linear_rows(shape) - 1) / linear_rows(shape)));
+    return x3_cuda_launch(info, kernels.linear[g->codebook][shape], grid, linear_warps(shape) * X3_WARP, shared_bytes, overlap,
+                        stream, args, "linear", err);
+}
+
+/* ---- reconstruction -------------------------------------------------------------------------------------------------- */
+
+x3_status x3_cuda_reconstruct(const x3_cuda_info *info, const x3_cuda_group *g, void *d_out, x3_cuda_type type,
+                              x3_cuda_stream stream, x3_err *err)
+{
+    linear_kernels kernels;
+    int n_units = (int)(g->n_in_padded / X3_TILE), n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
+
+    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
+    const int64_t pieces = (int64_t)n_units * n_stripes, most = (pieces + 7) / 8, few = 6 * (int64_t)info->n_multiprocessors;
+    void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes};
+    return x3_cuda_launch(info, kernels.reconstruct[g->codebook][type], dim3((unsigned)(most < few ? most : few)), 8 * X3_WARP, 0,
+                        false, stream, args, "reconstruct", err);
+}

@@ -1,0 +1,655 @@
+/* The order of work. Kept tensors first, so that a disk or a file that fails does so before hours are spent; then layer
+ * after layer, each calibrated on what the quantized layers before it give; then the head; then the pack is put in place
+ * with config.json last. */
+#include "quant/job.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "quant/job_internal.h"
+
+/* Runs expr and adds its seconds to a stage. */
+#define TIMED(job, stage, rc, label, expr)                           \
+    do {                                                             \
+        double start_ = x3_seconds();                                \
+        x3_status timed_ = (expr);                                   \
+        (job)->stage_seconds[stage] += x3_seconds() - start_;        \
+        X3_TRY(rc, label, timed_);                                   \
+    } while (0)
+
+/* ---- scan and kept tensors ---- */
+
+static void scan_progress(void *arg, uint64_t done, uint64_t total)
+{
+    char what[64];
+
+    snprintf(what, sizeof what, "scan %.0f %%", total == 0 ? 100 : 100 * (double)done / (double)total);
+    x3_job_progress(arg, what);
+}
+
+/* Hashes of the source, from the earlier run's record or by reading everything once. */
+static x3_status scan_source(x3_job *job, x3_err *err)
+{
+    const x3_safetensors *st = job->source->st;
+    x3_findings findings = {0};
+    cJSON *record = NULL, *list;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_record_load(job->work, "scan", &record, err));
+    if (record != NULL) {
+        for (size_t i = 0; i < st->n_tensors; i++) {
+            X3_TRY(rc, out, x3_record_hash(record, st->tensors[i].name, "scan.json", &job->source->hashes[i].hash, err));
+            job->source->hashes[i].known = true;
+        }
+        goto out;
+    }
+    X3_TRY(rc, out, x3_checkpoint_scan(job->source, scan_progress, job, &findings, err));
+    X3_TRY(rc, out, x3_findings_status(&findings, err));
+    list = record = cJSON_CreateObject();
+    for (size_t i = 0; i < st->n_tensors; i++)
+        X3_TRY(rc, out, x3_json_add_hash(list, st->tensors[i].name, job->source->hashes[i].hash, err));
+    X3_TRY(rc, out, x3_record_save(job->work, "scan", record, err));
+out:
+    x3_findings_free(&findings);
+    cJSON_Delete(record);
+    return rc;
+}
+
+#define COPY_BYTES ((size_t)1 << 24)
+
+static x3_status copy_tensor(x3_job *job, size_t index, const x3_tensor *t, char *buffer, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    if (t->n_bytes == 0)
+        return x3_pack_writer_write(job->writer, index, buffer, err);
+    for (uint64_t at = 0; at < t->n_bytes && rc == X3_OK; at += COPY_BYTES) {
+        size_t n = x3_min_size(COPY_BYTES, t->n_bytes - at);
+        rc = x3_safetensors_read(job->source->st, t, at, n, buffer, err);
+        if (rc == X3_OK)
+            rc = x3_pack_writer_write_part(job->writer, index, at, buffer, n, err);
+    }
+    if (rc == X3_OK && job->writer->tensors[index].out.hash != job->source->hashes[t - job->source->st->tensors].hash)
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: tensor %s has changed since it was first read",
+                     job->source->st->shards[t->shard].path, t->name);
+    return rc;
+}
+
+static x3_status copy_kept(x3_job *job, x3_err *err)
+{
+    size_t *indices = NULL, n = 0;
+    cJSON *record = NULL;
+    char *buffer = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_record_load(job->work, "kept", &record, err));
+    if (record != NULL) {
+        rc = x3_record_accept_tensors(record, job->writer, err);
+        goto out;
+    }
+    x3_job_progress(job, "copy");
+    X3_TRY(rc, out, x3_alloc(&buffer, COPY_BYTES, 1, err));
+    X3_TRY(rc, out, x3_alloc(&indices, job->writer->n_tensors, sizeof *indices, err));
+    for (size_t i = 0; i < job->writer->n_tensors; i++) {
+        const x3_tensor *t = x3_safetensors_find(job->source->st, job->writer->tensors[i].out.name);
+        if (t == NULL || job->source->roles[t - job->source->st->tensors] != X3_ROLE_KEPT)
+            continue;
+        X3_TRY(rc, out, copy_tensor(job, i, t, buffer, err));
+        indices[n++] = i;
+    }
+    X3_TRY(rc, out, x3_pack_writer_sync(job->writer, err));
+    record = cJSON_CreateObject();
+    X3_TRY(rc, out, x3_record_add_tensors(record, job->writer, indices, n, err));
+    rc = x3_record_save(job->work, "kept", record, err);
+out:
+    free(indices);
+    free(buffer);
+    cJSON_Delete(record);
+    return rc;
+}
+
+/* ---- one group of linears ---- */
+
+struct batch {
+    const x3_planned_group *planned; /* n of them, consecutive */
+    x3_quant_linear *linears;
+    size_t n;
+};
+
+static x3_status load_source(x3_job *job, const x3_linear_desc *d, const float **d_w, x3_err *err)
+{
+    const x3_tensor *t = x3_checkpoint_weight(job->source, d);
+    float *host = NULL, *device = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
+    X3_TRY(rc, out, x3_dense_read(job->source, t, 0, d->n_out, host, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &device, d->n_out * d->n_in, err));
+    *d_w = device;
+    X3_TRY(rc, out, job->dev->ops->upload(job->dev, device, host, d->n_out * d->n_in * sizeof *host, err));
+    rc = job->dev->ops->sync(job->dev, err);
+out:
+    free(host);
+    return rc;
+}
+
+static x3_status write_bias(x3_job *job, const x3_planned_group *g, x3_err *err)
+{
+    const x3_tensor *t = x3_checkpoint_bias(job->source, g->linear);
+    const size_t n = (size_t)job->writer->tensors[g->bias].out.shape[0];
+    float *bias = NULL;
+    uint16_t *bits = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&bias, n, sizeof *bias, err));
+    X3_TRY(rc, out, x3_alloc(&bits, n, sizeof *bits, err));
+    X3_TRY(rc, out, x3_safetensors_read_f32(job->source->st, t, 0, t->n_elements, bias, err));
+    for (size_t i = 0; i < n; i++) {
+        bits[i] = x3_f32_to_f16(bias[i]);
+        if ((bits[i] & 0x7C00) == 0x7C00) {
+            rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: value %g at %zu does not fit float16, which packs store", t->name,
+                         (double)bias[i], i);
+            goto out;
+        }
+    }
+    rc = x3_pack_writer_write(job->writer, g->bias, bits, err);
+out:
+    free(bias);
+    free(bits);
+    return rc;
+}
+
+static x3_status write_group(x3_job *job, const x3_planned_group *g, const x3_quant_linear *q, x3_err *err)
+{
+    const int32_t marker = (int32_t)(job->plan->codebook == X3_CB_MUL1 ? X3_MUL1_MULTIPLIER : X3_MCG_MULTIPLIER);
+    void *words = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&words, q->trellis_bytes, 1, err));
+    X3_TRY(rc, out, job->dev->ops->download(job->dev, words, q->weight.data, q->trellis_bytes, err));
+    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->trellis, words, err));
+    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->suh, q->suh, err));
+    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->svh, q->svh, err));
+    if (g->marker != SIZE_MAX)
+        X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->marker, &marker, err));
+    if (g->bias != SIZE_MAX)
+        rc = write_bias(job, g, err);
+out:
+    free(words);
+    return rc;
+}
+
+/* Quantizes linears that share the input of h, writes them, and adds their entries to `entries`. The quantized weights
+ * stay in b->linears for the caller. */
+static x3_status quantize_batch(x3_job *job, struct batch *b, const char *group, const x3_hessian *h, cJSON *entries,
+                                x3_err *err)
+{
+    bool uncalibrated = false;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < b->n; i++) {
+        const x3_linear_desc *d = b->planned[i].linear;
+        b->linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = b->planned[i].K};
+        TIMED(job, X3_STAGE_LOAD, rc, out, load_source(job, d, &b->linears[i].d_w, err));
+    }
+    TIMED(job, X3_STAGE_QUANTIZE, rc, out,
+          x3_quantize_group(job->dev, &job->o.quant, group, h, b->linears, b->n, &uncalibrated, err));
+    if (uncalibrated)
+        x3_job_note(job, "UNCALIBRATED: %s had no usable calibration positions (%zu, %zu dropped)", group, h->n_rows,
+                    h->n_dropped);
+    else if (h->n_dropped > 0)
+        x3_job_note(job, "%s: %zu of %zu positions were not finite and left out", group, h->n_dropped,
+                    h->n_rows + h->n_dropped);
+    for (size_t i = 0; i < b->n; i++) {
+        cJSON *entry;
+        TIMED(job, X3_STAGE_WRITE, rc, out, write_group(job, &b->planned[i], &b->linears[i], err));
+        X3_TRY(rc, out, x3_job_group_entry(&entry, &b->linears[i], h, uncalibrated, err));
+        X3_TRY(rc, out, x3_json_add(entries, NULL, entry, err));
+        job->done += (double)b->linears[i].weight.n_in_padded * (double)b->linears[i].weight.n_out_padded;
+        x3_job_progress(job, b->planned[i].linear->name);
+    }
+out:
+    for (size_t i = 0; i < b->n; i++) {
+        x3_device_free(job->dev, (void *)(uintptr_t)b->linears[i].d_w);
+        b->linears[i].d_w = NULL;
+    }
+    return rc;
+}
+
+/* ---- a layer ---- */
+
+static size_t first_group_of(const x3_job *job, size_t layer)
+{
+    size_t n = 0;
+
+    for (size_t i = 0; i < layer; i++)
+        n += job->source->model->layers[i].n_linears;
+    return n;
+}
+
+/* Puts quantized weights in the place of the dense ones; biases stay. */
+static void replace_weights(x3_job *job, x3_layer_weights *w, size_t first, struct batch *b)
+{
+    for (size_t i = 0; i < b->n; i++) {
+        x3_weight *old = &w->linears[first + i];
+        b->linears[i].weight.bias = old->bias;
+        old->bias = NULL;
+        x3_linear_free(old, job->dev);
+        *old = b->linears[i].weight;
+        b->linears[i].weight = (x3_weight){0};
+        x3_quant_linear_free(job->dev, &b->linears[i]);
+    }
+}
+
+static x3_status quantize_layer(x3_job *job, size_t layer, x3_layer_weights *w, x3_hessian **hessians, cJSON *entries,
+                                x3_err *err)
+{
+    const x3_layer_desc *l = w->desc;
+    const x3_planned_group *planned = job->plan->groups + first_group_of(job, layer);
+    x3_quant_linear *linears = NULL;
+    char group[512];
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&linears, l->n_linears, sizeof *linears, err));
+    for (size_t i = 0; i < l->n_linears;) {
+        struct batch b = {.planned = planned + i, .linears = linears + i};
+        while (i + b.n < l->n_linears && l->linears[i + b.n].input == l->linears[i].input && planned[i + b.n].K > 0)
+            b.n++;
+        if (b.n == 0) {
+            i++;
+            continue;
+        }
+        snprintf(group, sizeof group, "%s.input%d", l->prefix, l->linears[i].input);
+        X3_TRY(rc, out, quantize_batch(job, &b, group, hessians[l->linears[i].input], entries, err));
+        replace_weights(job, w, i, &b);
+        i += b.n;
+    }
+out:
+    for (size_t i = 0; linears != NULL && i < l->n_linears; i++)
+        x3_quant_linear_free(job->dev, &linears[i]);
+    free(linears);
+    return rc;
+}
+
+static x3_status add_entries(x3_job *job, const cJSON *entries, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    for (const cJSON *e = entries->child; e != NULL && rc == X3_OK; e = e->next)
+        rc = x3_json_add(job->groups, NULL, cJSON_Duplicate(e, true), err);
+    return rc;
+}
+
+/* Tensors of the plan that groups [first, first + n) wrote. */
+static size_t group_tensors(const x3_job *job, size_t first, size_t n, size_t *out)
+{
+    size_t count = 0;
+
+    for (size_t i = first; i < first + n; i++) {
+        const x3_planned_group *g = &job->plan->groups[i];
+        const size_t parts[] = {g->trellis, g->suh, g->svh, g->marker, g->bias};
+        for (size_t p = 0; p < sizeof parts / sizeof parts[0]; p++)
+            if (parts[p] != SIZE_MAX)
+                out[count++] = parts[p];
+    }
+    return count;
+}
+
+/* Syncs what groups [first, first + n) wrote, then leaves the record that says so. */
+static x3_status save_record(x3_job *job, const char *step, size_t first, size_t n, cJSON *record, x3_err *err)
+{
+    size_t *tensors = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&tensors, 5 * n + 1, sizeof *tensors, err));
+    X3_TRY(rc, out, x3_pack_writer_sync(job->writer, err));
+    X3_TRY(rc, out, x3_record_add_tensors(record, job->writer, tensors, group_tensors(job, first, n, tensors), err));
+    rc = x3_record_save(job->work, step, record, err);
+out:
+    free(tensors);
+    return rc;
+}
+
+static x3_status save_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err)
+{
+    cJSON *record = cJSON_CreateObject(), *hidden = cJSON_CreateObject();
+    uint64_t hash;
+    char step[32];
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_json_add(record, "hidden", hidden, err));
+    X3_TRY(rc, out, x3_json_add(record, "groups", cJSON_Duplicate(entries, true), err));
+    X3_TRY(rc, out, x3_hidden_state_advance(job->quantized, &hash, err));
+    X3_TRY(rc, out, x3_json_add_hash(hidden, "quantized", hash, err));
+    if (job->original != NULL) {
+        X3_TRY(rc, out, x3_hidden_state_advance(job->original, &hash, err));
+        X3_TRY(rc, out, x3_json_add_hash(hidden, "original", hash, err));
+    }
+    snprintf(step, sizeof step, "layer-%05zu", layer);
+    X3_TRY(rc, out, save_record(job, step, first_group_of(job, layer), job->source->model->layers[layer].n_linears, record,
+                                err));
+    X3_TRY(rc, out, x3_hidden_state_drop(job->quantized, layer, err));
+    if (job->original != NULL)
+        rc = x3_hidden_state_drop(job->original, layer, err);
+out:
+    cJSON_Delete(record);
+    return rc;
+}
+
+static x3_status run_layer(x3_job *job, size_t layer, x3_err *err)
+{
+    const x3_layer_desc *l = &job->source->model->layers[layer];
+    x3_layer_weights w = {0};
+    x3_hessian **hessians = NULL;
+    cJSON *entries = cJSON_CreateArray();
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&hessians, l->n_inputs, sizeof *hessians, err));
+    TIMED(job, X3_STAGE_LOAD, rc, out, x3_layer_weights_load(&w, job->dev, job->source, l, err));
+    X3_TRY(rc, out, x3_layer_runner_prepare(&job->runner, l, err));
+    TIMED(job, X3_STAGE_CAPTURE, rc, out,
+          x3_capture_layer(&job->runner, &w, job->quantized, job->original, layer == 0, hessians, err));
+    X3_TRY(rc, out, quantize_layer(job, layer, &w, hessians, entries, err));
+    TIMED(job, X3_STAGE_FORWARD, rc, out, x3_run_layer(&job->runner, &w, job->quantized, err));
+    TIMED(job, X3_STAGE_WRITE, rc, out, save_layer(job, layer, entries, err));
+    rc = add_entries(job, entries, err);
+out:
+    for (size_t i = 0; hessians != NULL && i < l->n_inputs; i++)
+        x3_hessian_free(hessians[i]);
+    free(hessians);
+    x3_layer_weights_free(&w);
+    cJSON_Delete(entries);
+    return rc;
+}
+
+/* ---- states ---- */
+
+static x3_status embed_rows(x3_job *job, x3_err *err)
+{
+    const size_t cols = job->o.cols;
+    float *row = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&row, cols * job->source->model->hidden, sizeof *row, err));
+    for (size_t i = 0; i < job->n_rows; i++) {
+        X3_TRY(rc, out, x3_embed(job->source, job->ids + i * cols, cols, row, err));
+        X3_TRY(rc, out, x3_hidden_state_write(job->quantized, i, 1, row, err));
+    }
+    X3_TRY(rc, out, x3_hidden_state_start(job->quantized, err));
+    if (job->original != NULL)
+        rc = x3_hidden_state_start(job->original, err);
+out:
+    free(row);
+    return rc;
+}
+
+static x3_status create_states(x3_job *job, x3_err *err)
+{
+    const size_t floats = job->o.cols * job->source->model->hidden;
+    const bool in_ram = job->summary.hidden_in_ram;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_hidden_state_create(&job->quantized, job->work, "quantized", job->n_rows, floats, in_ram, err));
+    if (job->o.quant.target_blend > 0)
+        rc = x3_hidden_state_create(&job->original, job->work, "original", job->n_rows, floats, in_ram, err);
+out:
+    return rc;
+}
+
+/* Accepts finished layers; *next is the first one to compute. Hidden states are restored from the last. */
+static x3_status restore_layers(x3_job *job, size_t *next, x3_err *err)
+{
+    cJSON *record = NULL, *last = NULL;
+    uint64_t hash;
+    x3_status rc = X3_OK;
+
+    for (*next = 0; *next < job->source->model->n_layers; ++*next) {
+        char step[32];
+        snprintf(step, sizeof step, "layer-%05zu", *next);
+        X3_TRY(rc, out, x3_record_load(job->work, step, &record, err));
+        if (record == NULL)
+            break;
+        X3_TRY(rc, out, x3_record_accept_tensors(record, job->writer, err));
+        X3_TRY(rc, out, add_entries(job, x3_json_get(record, "groups"), err));
+        size_t first = first_group_of(job, *next);
+        for (size_t i = first; i < first + job->source->model->layers[*next].n_linears; i++)
+            if (job->plan->groups[i].K > 0)
+                job->done += (double)x3_round_up(job->plan->groups[i].linear->n_in, 128) *
+                             (double)x3_round_up(job->plan->groups[i].linear->n_out, 128);
+        cJSON_Delete(last);
+        last = record;
+        record = NULL;
+    }
+    if (*next == 0) {
+        rc = embed_rows(job, err);
+        goto out;
+    }
+    x3_job_note(job, "going on after %zu finished layers", *next);
+    const cJSON *hidden = x3_json_get(last, "hidden");
+    X3_TRY(rc, out, x3_record_hash(hidden, "quantized", job->work, &hash, err));
+    X3_TRY(rc, out, x3_hidden_state_restore(job->quantized, *next, hash, err));
+    if (job->original != NULL) {
+        X3_TRY(rc, out, x3_record_hash(hidden, "original", job->work, &hash, err));
+        X3_TRY(rc, out, x3_hidden_state_restore(job->original, *next, hash, err));
+    }
+out:
+    cJSON_Delete(record);
+    cJSON_Delete(last);
+    return rc;
+}
+
+/* ---- head ---- */
+
+/* Second moments of the final norm's output. */
+static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
+{
+    const x3_model *m = job->source->model;
+    x3_layer_runner *r = &job->runner;
+    const bool both = job->original != NULL;
+    float *d_norm = NULL, *d_original = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_hessian_create(h, job->dev, m->hidden, both, err));
+    X3_TRY(rc, out, x3_vector_load(&d_norm, job->dev, job->source, &m->final_norm, err));
+    if (both)
+        X3_TRY(rc, out, x3_device_floats(job->dev, &d_original, r->at_once * r->n_cols * m->hidden, err));
+    for (size_t row = 0; row < r->n_rows; row += r->at_once) {
+        size_t n = x3_min_size(r->at_once, r->n_rows - row), positions = n * r->n_cols;
+        for (int path = both ? 1 : 0; path >= 0; path--) {
+            float *d_x = path == 1 ? d_original : r->d_x;
+            X3_TRY(rc, out, x3_hidden_state_read(path == 1 ? job->original : job->quantized, row, n, r->host, err));
+            X3_TRY(rc, out, job->dev->ops->upload(job->dev, d_x, r->host, positions * m->hidden * sizeof(float), err));
+            X3_TRY(rc, out, job->dev->ops->rms_norm(job->dev, d_x, m->hidden, positions, m->hidden, d_norm, m->norm_eps, d_x,
+                                                    m->hidden, err));
+            X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
+        }
+        X3_TRY(rc, out, x3_hessian_add(*h, r->d_x, d_original, positions, err));
+    }
+    rc = x3_hessian_finish(*h, err);
+out:
+    x3_device_free(job->dev, d_norm);
+    x3_device_free(job->dev, d_original);
+    return rc;
+}
+
+static x3_status run_head(x3_job *job, x3_err *err)
+{
+    const size_t group = job->plan->n_groups - 1;
+    x3_quant_linear linear = {0};
+    struct batch b = {.planned = &job->plan->groups[group], .linears = &linear, .n = 1};
+    cJSON *record = NULL, *entries = NULL;
+    x3_hessian *h = NULL;
+    x3_status rc;
+
+    if (b.planned->K == 0)
+        return X3_OK;
+    X3_TRY(rc, out, x3_record_load(job->work, "head", &record, err));
+    if (record != NULL) {
+        X3_TRY(rc, out, x3_record_accept_tensors(record, job->writer, err));
+        rc = add_entries(job, x3_json_get(record, "groups"), err);
+        goto out;
+    }
+    record = cJSON_CreateObject();
+    X3_TRY(rc, out, x3_json_add(record, "groups", entries = cJSON_CreateArray(), err));
+    TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
+    X3_TRY(rc, out, quantize_batch(job, &b, "lm_head.input", h, entries, err));
+    X3_TRY(rc, out, save_record(job, "head", group, 1, record, err));
+    rc = add_entries(job, entries, err);
+out:
+    x3_quant_linear_free(job->dev, &linear);
+    x3_hessian_free(h);
+    cJSON_Delete(record);
+    return rc;
+}
+
+/* ---- putting the pack in place ---- */
+
+static bool is_part(const x3_job *job, const char *name)
+{
+    const size_t n = strlen(name);
+
+    if (n > 5 && strcmp(name + n - 5, ".part") == 0)
+        return true;
+    for (size_t s = 0; s < job->writer->n_shards; s++) /* renamed by an interrupted commit, or to be replaced by one */
+        if (strcmp(name, job->writer->shards[s].final_name) == 0)
+            return true;
+    return false;
+}
+
+/* config.json first: from then on the folder is no pack until the new one is complete. */
+static x3_status clear_output(x3_job *job, x3_err *err)
+{
+    x3_names names = {0};
+    char *path = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_path_join(&path, job->o.out, "config.json", err));
+    X3_TRY(rc, out, x3_remove_tree(path, err));
+    X3_TRY(rc, out, x3_sync_dir(job->o.out, err));
+    X3_TRY(rc, out, x3_list_dir(&names, job->o.out, err));
+    for (size_t i = 0; i < names.n_items; i++) {
+        if (is_part(job, names.items[i]))
+            continue;
+        free(path);
+        X3_TRY(rc, out, x3_path_join(&path, job->o.out, names.items[i], err));
+        X3_TRY(rc, out, x3_remove_tree(path, err));
+    }
+out:
+    free(path);
+    x3_names_free(&names);
+    return rc;
+}
+
+static x3_status copy_side_files(x3_job *job, x3_err *err)
+{
+    char *from = NULL, *to = NULL;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < job->copied.n_items; i++) {
+        char *slash;
+        free(from);
+        free(to);
+        to = NULL;
+        X3_TRY(rc, out, x3_path_join(&from, job->o.model, job->copied.items[i], err));
+        X3_TRY(rc, out, x3_path_join(&to, job->o.out, job->copied.items[i], err));
+        slash = strrchr(to, '/');
+        *slash = '\0';
+        X3_TRY(rc, out, x3_mkdirs(to, err));
+        *slash = '/';
+        X3_TRY(rc, out, x3_copy_file(from, to, NULL, err));
+    }
+out:
+    free(from);
+    free(to);
+    return rc;
+}
+
+static x3_status save_json(x3_job *job, const char *name, cJSON *json, x3_err *err)
+{
+    char *path = NULL;
+    x3_status rc = x3_path_join(&path, job->o.out, name, err);
+
+    if (rc == X3_OK)
+        rc = x3_json_save(json, path, err);
+    free(path);
+    return rc;
+}
+
+static x3_status commit(x3_job *job, x3_err *err)
+{
+    const x3_pack_json info = {.rows = job->n_rows, .cols = job->o.cols};
+    cJSON *config = NULL, *quantization = NULL;
+    x3_status rc;
+
+    x3_job_progress(job, "commit");
+    X3_TRY(rc, out, x3_pack_config(&config, job->plan, &info, err));
+    X3_TRY(rc, out, x3_pack_quantization_config(&quantization, job->plan, &info, err));
+    X3_TRY(rc, out, clear_output(job, err));
+    X3_TRY(rc, out, copy_side_files(job, err));
+    X3_TRY(rc, out, x3_pack_writer_commit(job->writer, err));
+    X3_TRY(rc, out, save_json(job, "quantization_config.json", quantization, err));
+    X3_TRY(rc, out, x3_job_write_receipt(job, err));
+    X3_TRY(rc, out, x3_sync_dir(job->o.out, err));
+    X3_TRY(rc, out, save_json(job, "config.json", config, err));
+    X3_TRY(rc, out, x3_sync_dir(job->o.out, err));
+    /* job.json goes first: a work folder without it is no unfinished job, whatever else is left in it */
+    X3_TRY(rc, out, x3_job_state_end(job->work, err));
+    rc = x3_remove_tree(job->work, err);
+out:
+    cJSON_Delete(config);
+    cJSON_Delete(quantization);
+    return rc;
+}
+
+/* ---- the whole ---- */
+
+static x3_status begin(x3_job *job, x3_err *err)
+{
+    const bool goes_on = job->o.resume && x3_job_state_exists(job->work), out_was_there = x3_path_exists(job->o.out);
+    cJSON *kept = NULL;
+    x3_status rc;
+
+    if (!goes_on) {
+        X3_TRY(rc, out, x3_remove_tree(job->work, err));
+        X3_TRY(rc, out, x3_mkdirs(job->work, err));
+        X3_TRY(rc, out, x3_job_state_begin(job->work, job->identity, err));
+    }
+    TIMED(job, X3_STAGE_SCAN, rc, out, scan_source(job, err));
+    X3_TRY(rc, out, x3_mkdirs(job->o.out, err));
+    /* part files are complete (in size and header) once the first record about them exists */
+    X3_TRY(rc, out, x3_record_load(job->work, "kept", &kept, err));
+    rc = x3_pack_writer_open(job->writer, kept != NULL, err);
+out:
+    cJSON_Delete(kept);
+    if (rc != X3_OK && !goes_on) { /* nothing was computed yet: leave nothing */
+        (void)!x3_remove_tree(job->work, NULL);
+        if (!out_was_there)
+            (void)!x3_remove_tree(job->o.out, NULL);
+    }
+    return rc;
+}
+
+x3_status x3_job_run(x3_job *job, x3_err *err)
+{
+    size_t next;
+    x3_status rc;
+
+    if (job->is_done)
+        return X3_OK;
+    if (job->n_rows == 0)
+        return x3_fail(err, X3_ERR_INPUT, "a job without calibration text cannot run");
+    job->started = x3_seconds();
+    job->groups = cJSON_CreateArray();
+    X3_TRY(rc, out, begin(job, err));
+    TIMED(job, X3_STAGE_COPY, rc, out, copy_kept(job, err));
+    X3_TRY(rc, out, create_states(job, err));
+    X3_TRY(rc, out, restore_layers(job, &next, err));
+    X3_TRY(rc, out, x3_layer_runner_create(&job->runner, job->dev, job->source->model, job->n_rows, job->o.cols, err));
+    for (; next < job->source->model->n_layers; next++)
+        X3_TRY(rc, out, run_layer(job, next, err));
+    X3_TRY(rc, out, run_head(job, err));
+    rc = commit(job, err);
+out:
+    return rc;
+}

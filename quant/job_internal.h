@@ -1,0 +1,55 @@
+/* The inside of a job, shared by job.c (the order of work), job_plan.c (checks and estimates) and job_receipt.c. */
+#ifndef X3_JOB_INTERNAL_H
+#define X3_JOB_INTERNAL_H
+
+#include "calib/capture.h"
+#include "quant/job.h"
+#include "quant/job_state.h"
+#include "quant/pack_plan.h"
+
+typedef enum x3_stage {
+    X3_STAGE_SCAN, X3_STAGE_COPY, X3_STAGE_LOAD, X3_STAGE_CAPTURE, X3_STAGE_QUANTIZE, X3_STAGE_FORWARD, X3_STAGE_WRITE,
+    X3_N_STAGES
+} x3_stage;
+
+struct x3_job {
+    x3_job_options o;
+    x3_job_events events;
+    char *work;
+    x3_device *dev;
+    x3_checkpoint *source;
+    x3_corpus *corpus;
+    int32_t *ids;
+    size_t n_rows;
+    x3_allocation allocation;
+    x3_pack_plan *plan;
+    x3_pack_writer *writer;
+    x3_names copied, left; /* side files */
+    x3_job_summary summary;
+    cJSON *identity;
+    bool is_done;
+
+    /* while running */
+    x3_layer_runner runner;
+    x3_hidden_state *quantized, *original;
+    cJSON *groups;  /* entries of the receipt, in order of the model */
+    double done;    /* weights encoded */
+    double started, stage_seconds[X3_N_STAGES];
+    cJSON *receipt;
+};
+
+void x3_job_note(const x3_job *job, const char *format, ...) X3_PRINTF(2, 3);
+void x3_job_progress(const x3_job *job, const char *what);
+
+/* job_plan.c */
+x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err) X3_MUST;
+x3_status x3_job_estimate(x3_job *job, x3_err *err) X3_MUST;
+/* Refuses an output that is, holds, lies in or is linked to the input, that is not empty, or that another job left. */
+x3_status x3_job_check_output(x3_job *job, x3_err *err) X3_MUST;
+
+/* job_receipt.c */
+x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, bool uncalibrated,
+                             x3_err *err) X3_MUST;
+x3_status x3_job_write_receipt(x3_job *job, x3_err *err) X3_MUST;
+
+#endif

@@ -1,0 +1,471 @@
+/* Everything about a job that can be known before it computes: inputs, output, plan, memory, disk, time. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include "formats/exl3.h"
+#include "quant/job_internal.h"
+
+/* ---- output ---- */
+
+static x3_status is_empty(const char *dir, bool *empty, x3_err *err)
+{
+    x3_names names;
+    x3_status rc = x3_list_dir(&names, dir, err);
+
+    if (rc == X3_OK) {
+        *empty = names.n_items == 0;
+        x3_names_free(&names);
+    }
+    return rc;
+}
+
+/* The receipt in the output folder is that of a job with these options. */
+static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
+{
+    char *path = NULL, *config = NULL;
+    cJSON *receipt = NULL;
+    x3_status rc;
+
+    *finished = false;
+    X3_TRY(rc, out, x3_path_join(&path, job->o.out, "exl3_receipt.json", err));
+    X3_TRY(rc, out, x3_path_join(&config, job->o.out, "config.json", err));
+    if (!x3_path_exists(path) || !x3_path_exists(config))
+        goto out;
+    X3_TRY(rc, out, x3_json_load(&receipt, path, err));
+    *finished = cJSON_Compare(x3_json_get(receipt, "options"), job->identity, true);
+out:
+    free(path);
+    free(config);
+    cJSON_Delete(receipt);
+    return rc;
+}
+
+x3_status x3_job_check_output(x3_job *job, x3_err *err)
+{
+    const char *out = job->o.out;
+    bool empty = true;
+    x3_status rc;
+
+    if (x3_path_overlaps(job->o.model, out))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the output is, holds, lies in or is linked to the input %s", out, job->o.model);
+    if (x3_path_overlaps(job->o.model, job->work))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the input %s", job->work,
+                       job->o.model);
+    if (x3_path_exists(out) && !x3_path_is_dir(out))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the output exists and is not a folder", out);
+    if (x3_job_state_exists(job->work)) {
+        if (job->o.resume)
+            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels, err);
+        if (!job->o.overwrite)
+            return x3_fail(err, X3_ERR_INPUT, "%s: holds an unfinished job; --resume goes on with it, --overwrite drops it",
+                           job->work);
+    }
+    if (x3_path_is_dir(out)) {
+        rc = is_empty(out, &empty, err);
+        if (rc != X3_OK)
+            return rc;
+        if (!empty && job->o.resume && !job->o.overwrite) {
+            rc = is_finished(job, &job->is_done, err);
+            if (rc != X3_OK || job->is_done)
+                return rc;
+        }
+        if (!empty && !job->o.overwrite)
+            return x3_fail(err, X3_ERR_INPUT, "%s: the output folder is not empty; --overwrite replaces what is in it", out);
+    }
+    return X3_OK;
+}
+
+/* ---- identity ---- */
+
+static x3_status add_shards(cJSON *identity, const x3_job *job, x3_err *err)
+{
+    cJSON *shards = cJSON_CreateArray(), *texts = cJSON_CreateArray(), *entry;
+    uint64_t config;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_json_add(identity, "shards", shards, err));
+    for (size_t i = 0; i < job->source->st->n_shards; i++) {
+        const x3_shard *s = &job->source->st->shards[i];
+        X3_TRY(rc, out, x3_json_add(shards, NULL, entry = cJSON_CreateObject(), err));
+        X3_TRY(rc, out, x3_json_add(entry, "file", cJSON_CreateString(s->file), err));
+        X3_TRY(rc, out, x3_json_add(entry, "bytes", cJSON_CreateNumber((double)s->n_bytes), err));
+        X3_TRY(rc, out, x3_json_add_hash(entry, "header", s->header_hash, err));
+    }
+    X3_TRY(rc, out, x3_hash_file(job->source->config->path, &config, err));
+    X3_TRY(rc, out, x3_json_add_hash(identity, "config", config, err));
+    X3_TRY(rc, out, x3_json_add(identity, "texts", texts, err));
+    for (size_t i = 0; job->corpus != NULL && i < job->corpus->n_files; i++) {
+        char hash[17];
+        x3_hash_text(job->corpus->files[i].hash, hash);
+        X3_TRY(rc, out, x3_json_add(texts, NULL, cJSON_CreateString(hash), err));
+    }
+out:
+    return rc;
+}
+
+/* Everything that the bytes of the pack depend on. */
+x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err)
+{
+    const x3_job_options *o = &job->o;
+    cJSON *j = cJSON_CreateObject();
+    x3_status rc;
+
+    *out = NULL;
+    X3_TRY(rc, out, x3_json_add(j, "version", cJSON_CreateString(X3_VERSION), err));
+    X3_TRY(rc, out, x3_json_add(j, "bits", cJSON_CreateNumber(o->bits), err));
+    X3_TRY(rc, out, x3_json_add(j, "head_bits", cJSON_CreateNumber(o->head_bits), err));
+    X3_TRY(rc, out, x3_json_add(j, "tie", cJSON_CreateString(x3_tie_name(o->tie)), err));
+    X3_TRY(rc, out, x3_json_add_hash(j, "allocation", job->allocation.hash, err));
+    X3_TRY(rc, out, x3_json_add(j, "codebook", cJSON_CreateString(x3_codebook_name(o->quant.codebook)), err));
+    X3_TRY(rc, out, x3_json_add(j, "target_blend", cJSON_CreateNumber(o->quant.target_blend), err));
+    X3_TRY(rc, out, x3_json_add(j, "damping", cJSON_CreateNumber(o->quant.damping), err));
+    X3_TRY(rc, out, x3_json_add(j, "refit_rounds", cJSON_CreateNumber(o->quant.refit_rounds), err));
+    X3_TRY(rc, out, x3_json_add(j, "seed", cJSON_CreateNumber((double)o->quant.seed), err));
+    X3_TRY(rc, out, x3_json_add(j, "rows", cJSON_CreateNumber((double)job->n_rows), err));
+    X3_TRY(rc, out, x3_json_add(j, "cols", cJSON_CreateNumber((double)o->cols), err));
+    X3_TRY(rc, out, x3_json_add(j, "kernel_set", cJSON_CreateString(job->dev->kernel_set), err));
+    X3_TRY(rc, out, add_shards(j, job, err));
+    *out = j;
+    j = NULL;
+out:
+    cJSON_Delete(j);
+    return rc;
+}
+
+/* ---- estimates ---- */
+
+/* Bytes while one input's linears are quantized: copies of the n x n matrices (A and C of all inputs of the layer; the
+ * damped A, L, the rotated A and a float64 factor), and per output column the source, target, regularized weight and
+ * codes, with three more of the widest linear for the refit. */
+static uint64_t quantize_bytes(const x3_layer_desc *l, bool both_paths)
+{
+    uint64_t hessians = 0, most = 0;
+
+    for (size_t i = 0; i < l->n_linears;) {
+        const int input = l->linears[i].input;
+        uint64_t n = x3_round_up(l->linears[i].n_in, 128), columns = 0, widest = 0;
+        hessians += (both_paths ? 2 : 1) * (uint64_t)l->linears[i].n_in * l->linears[i].n_in;
+        for (; i < l->n_linears && l->linears[i].input == input; i++) {
+            uint64_t m = x3_round_up(l->linears[i].n_out, 128);
+            columns += m;
+            widest = x3_max_size(widest, m);
+        }
+        most = x3_max_size(most, 5 * n * n + n * (4 * columns + 3 * widest));
+    }
+    return sizeof(float) * (hessians + most);
+}
+
+static uint64_t head_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    uint64_t n = x3_round_up(m->hidden, 128), columns = x3_round_up(m->vocab, 128);
+
+    return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 7 * n * columns);
+}
+
+static void estimate_memory(x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    x3_job_summary *s = &job->summary;
+    const bool both = job->o.quant.target_blend > 0;
+    uint64_t capture = x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
+    uint64_t layer = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        layer = x3_max_size(layer, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(&m->layers[i], both));
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * job->o.cols * m->hidden * sizeof(float);
+    s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + (64u << 20);
+    s->memory_bytes = job->o.memory_bytes;
+    if (s->memory_bytes == 0)
+        s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
+    s->hidden_in_ram = s->peak_bytes + s->hidden_bytes <= s->memory_bytes;
+    if (s->hidden_in_ram)
+        s->peak_bytes += s->hidden_bytes;
+}
+
+/* Free bytes of the file system that will hold `path`, which need not exist yet. */
+static uint64_t free_bytes(const char *path)
+{
+    char copy[4096];
+    struct statvfs fs;
+
+    snprintf(copy, sizeof copy, "%s", path);
+    while (statvfs(copy, &fs) != 0) {
+        char *slash = strrchr(copy, '/');
+        if (slash == NULL || slash == copy)
+            return statvfs(slash == copy ? "/" : ".", &fs) == 0 ? (uint64_t)fs.f_bavail * fs.f_frsize : 0;
+        *slash = '\0';
+    }
+    return (uint64_t)fs.f_bavail * fs.f_frsize;
+}
+
+static x3_status estimate_disk(x3_job *job, x3_err *err)
+{
+    x3_job_summary *s = &job->summary;
+    uint64_t side = 0;
+    char *path = NULL;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < job->copied.n_items; i++) {
+        x3_map map;
+        free(path);
+        X3_TRY(rc, out, x3_path_join(&path, job->o.model, job->copied.items[i], err));
+        X3_TRY(rc, out, x3_map_open(&map, path, err));
+        side += map.n_bytes;
+        x3_map_close(&map);
+    }
+    s->pack_bytes = job->writer->file_bytes;
+    s->out_needed = s->pack_bytes + side + (16u << 20);
+    s->work_needed = 2 * s->hidden_bytes + (16u << 20); /* of two layers: the old ones go after the new are synced */
+    if (job->o.out != NULL) {
+        s->out_free = free_bytes(job->o.out);
+        s->work_free = free_bytes(job->work);
+    }
+out:
+    free(path);
+    return rc;
+}
+
+/* Seconds from two short measurements: the encoder on one strip a thread, a matrix product. */
+static x3_status estimate_seconds(x3_job *job, x3_err *err)
+{
+    enum { N_IN = 128, N_OUT = 256, ROWS = 512 };
+    const x3_model *m = job->source->model;
+    float *d_w = NULL, *d_q = NULL, *d_x = NULL, *d_y = NULL;
+    x3_ldlq_job probe = {.codebook = job->o.quant.codebook, .K = 4, .n_out = N_OUT};
+    x3_weight w = {.kind = X3_WEIGHT_F32, .n_in = 512, .n_out = 512, .n_in_padded = 512, .n_out_padded = 512};
+    double weights = 0, layers = 0, start, encode, product;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_device_floats(job->dev, &d_w, N_IN * N_OUT, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &d_q, N_IN * N_OUT, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &d_x, ROWS * 512, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &d_y, ROWS * 512, err));
+    probe.d_w = d_w;
+    probe.d_q = d_q;
+    w.data = d_x;
+    start = x3_seconds();
+    X3_TRY(rc, out, job->dev->ops->ldlq(job->dev, NULL, N_IN, &probe, 1, err));
+    X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
+    encode = (x3_seconds() - start) / (N_IN * N_OUT);
+    start = x3_seconds();
+    X3_TRY(rc, out, job->dev->ops->linear(job->dev, &w, d_x, 512, ROWS, d_y, 512, err));
+    X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
+    product = (x3_seconds() - start) / (2.0 * ROWS * 512 * 512);
+    for (size_t i = 0; i < job->plan->n_groups; i++) {
+        const x3_linear_desc *d = job->plan->groups[i].linear;
+        double n = (double)x3_round_up(d->n_in, 128) * (double)x3_round_up(d->n_out, 128);
+        if (job->plan->groups[i].K > 0)
+            weights += n;
+        if (d != &m->head) /* three runs of the layer, and second moments about as dear as one */
+            layers += 4 * 2 * n * (double)(job->n_rows * job->o.cols);
+    }
+    job->summary.seconds = encode * weights + product * layers;
+out:
+    x3_device_free(job->dev, d_w);
+    x3_device_free(job->dev, d_q);
+    x3_device_free(job->dev, d_x);
+    x3_device_free(job->dev, d_y);
+    return rc;
+}
+
+x3_status x3_job_estimate(x3_job *job, x3_err *err)
+{
+    x3_job_summary *s = &job->summary;
+    x3_status rc;
+
+    *s = (x3_job_summary){
+        .n_layers = job->source->model->n_layers,
+        .source_bytes = job->source->st->total_bytes,
+        .body_bits = job->allocation.body_bits,
+        .head_bits = job->allocation.head_K,
+        .n_shards = job->writer->n_shards,
+        .rows = job->n_rows,
+        .cols = job->o.cols,
+        .n_copied_files = job->copied.n_items,
+        .n_left_files = job->left.n_items,
+    };
+    for (size_t i = 0; i < job->plan->n_groups; i++) {
+        const x3_linear_desc *d = job->plan->groups[i].linear;
+        if (job->plan->groups[i].K == 0)
+            continue;
+        s->n_groups++;
+        s->n_weights += (uint64_t)x3_round_up(d->n_in, 128) * x3_round_up(d->n_out, 128);
+        s->n_padded_linears += d->n_in % 128 != 0 || d->n_out % 128 != 0;
+    }
+    for (size_t i = 0; i < job->source->st->n_tensors; i++) {
+        s->n_kept += job->source->roles[i] == X3_ROLE_KEPT;
+        s->n_dropped += job->source->roles[i] == X3_ROLE_DROPPED;
+    }
+    estimate_memory(job);
+    X3_TRY(rc, out, estimate_disk(job, err));
+    rc = estimate_seconds(job, err);
+out:
+    return rc;
+}
+
+/* ---- opening ---- */
+
+static x3_status read_text(x3_job *job, x3_err *err)
+{
+    x3_tokenizer *tokenizer = NULL;
+    char *path = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_path_join(&path, job->o.model, "tokenizer.json", err));
+    X3_TRY(rc, out, x3_tokenizer_load(&tokenizer, path, err));
+    X3_TRY(rc, out, x3_corpus_load(&job->corpus, job->o.texts, job->o.n_texts, X3_USE_CALIBRATION, err));
+    X3_TRY(rc, out, x3_corpus_rows(job->corpus, tokenizer, 0, job->o.rows, job->o.cols, &job->ids, &job->n_rows, err));
+    for (size_t i = 0; i < job->n_rows * job->o.cols; i++)
+        if ((size_t)job->ids[i] >= job->source->model->vocab) {
+            rc = x3_fail(err, X3_ERR_INPUT, "%s: token id %d of the text is past the embedding of %zu rows", path,
+                         job->ids[i], job->source->model->vocab);
+            goto out;
+        }
+    if (job->n_rows < job->o.rows)
+        x3_job_note(job, "the text gives %zu rows of %zu tokens, %zu were asked for", job->n_rows, job->o.cols, job->o.rows);
+out:
+    free(path);
+    x3_tokenizer_free(tokenizer);
+    return rc;
+}
+
+static x3_status check_space(const x3_job *job, x3_err *err)
+{
+    const x3_job_summary *s = &job->summary;
+
+    if (s->peak_bytes > s->memory_bytes)
+        return x3_fail(err, X3_ERR_MEMORY,
+                       "memory: %.2f GB are needed with the hidden states on disk, the budget is %.2f GB; fewer --cols, or a "
+                       "larger --memory",
+                       (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
+    if (!job->o.resume && s->out_free < s->out_needed)
+        return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
+                       (double)s->out_needed / 1e9, (double)s->out_free / 1e9);
+    if (!job->o.resume && s->work_free < s->work_needed)
+        return x3_fail(err, X3_ERR_IO, "%s: the hidden states need %.2f GB of disk, %.2f GB are free; --work DIR puts them "
+                       "elsewhere, fewer --rows make them smaller",
+                       job->work, (double)s->work_needed / 1e9, (double)s->work_free / 1e9);
+    return X3_OK;
+}
+
+static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
+{
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_device_open(&job->dev, job->o.device, job->o.n_threads, err));
+    X3_TRY(rc, out, x3_checkpoint_open(&job->source, job->o.model, job->o.ignored_options, findings, err));
+    if (job->source->is_pack) {
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);
+        goto out;
+    }
+    if (job->o.n_texts > 0)
+        X3_TRY(rc, out, read_text(job, err));
+    X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie, err));
+    X3_TRY(rc, out, x3_pack_plan_create(&job->plan, job->source, &job->allocation, job->o.quant.codebook, err));
+    X3_TRY(rc, out, x3_pack_writer_plan(&job->writer, job->o.out == NULL ? "." : job->o.out, job->plan->tensors,
+                                        job->plan->n_tensors, X3_SHARD_BYTES, err));
+    X3_TRY(rc, out, x3_pack_side_files(job->o.model, &job->copied, &job->left, err));
+    X3_TRY(rc, out, x3_job_identity(job, &job->identity, err));
+    if (job->o.out != NULL)
+        X3_TRY(rc, out, x3_job_check_output(job, err));
+    X3_TRY(rc, out, x3_job_estimate(job, err));
+    if (job->o.out != NULL)
+        rc = check_space(job, err);
+out:
+    return rc;
+}
+
+x3_status x3_job_open(x3_job **out, const x3_job_options *options, const x3_job_events *events, x3_findings *findings,
+                      x3_err *err)
+{
+    x3_job *job = NULL;
+    x3_status rc;
+
+    *out = NULL;
+    X3_TRY(rc, out, x3_alloc(&job, 1, sizeof *job, err));
+    job->o = *options;
+    if (events != NULL)
+        job->events = *events;
+    if (options->work != NULL)
+        X3_TRY(rc, out, x3_strdup(&job->work, options->work, err));
+    else
+        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%s.work", options->out == NULL ? "" : options->out));
+    X3_TRY(rc, out, open_job(job, findings, err));
+    *out = job;
+    job = NULL;
+out:
+    x3_job_close(job);
+    return rc;
+}
+
+void x3_job_close(x3_job *job)
+{
+    if (job == NULL)
+        return;
+    x3_layer_runner_free(&job->runner);
+    x3_hidden_state_free(job->quantized);
+    x3_hidden_state_free(job->original);
+    x3_pack_writer_free(job->writer);
+    x3_pack_plan_free(job->plan);
+    x3_allocation_free(&job->allocation);
+    x3_names_free(&job->copied);
+    x3_names_free(&job->left);
+    x3_corpus_free(job->corpus);
+    x3_checkpoint_close(job->source);
+    x3_device_close(job->dev);
+    cJSON_Delete(job->identity);
+    cJSON_Delete(job->groups);
+    cJSON_Delete(job->receipt);
+    free(job->ids);
+    free(job->work);
+    free(job);
+}
+
+const x3_job_summary *x3_job_describe(const x3_job *job)
+{
+    return &job->summary;
+}
+
+const x3_checkpoint *x3_job_source(const x3_job *job)
+{
+    return job->source;
+}
+
+const x3_allocation *x3_job_allocation(const x3_job *job)
+{
+    return &job->allocation;
+}
+
+bool x3_job_is_done(const x3_job *job)
+{
+    return job->is_done;
+}
+
+const cJSON *x3_job_receipt(const x3_job *job)
+{
+    return job->receipt;
+}
+
+void x3_job_note(const x3_job *job, const char *format, ...)
+{
+    char text[1024];
+    va_list args;
+
+    if (job->events.note == NULL)
+        return;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    job->events.note(job->events.arg, text);
+}
+
+void x3_job_progress(const x3_job *job, const char *what)
+{
+    if (job->events.progress != NULL)
+        job->events.progress(job->events.arg, job->done, (double)job->summary.n_weights, what);
+}
