@@ -1,23 +1,25 @@
 # exl3 toolchain. `make help` lists the targets.
-# One build folder a configuration: build/<CONFIG>; CONFIG=release, asan, ubsan, arm64, fuzz.
+# One build folder a configuration: build/<CONFIG>, CONFIG = release, asan, ubsan, arm64, fuzz.
 
 .DEFAULT_GOAL := all
 CONFIG ?= release
 B := build/$(CONFIG)
-CC ?= gcc
-NVCC ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 DATA ?= ../shared
+PREFIX ?= /usr/local
+NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 
 WARN := -Wall -Wextra -Wpedantic -Wshadow -Wcast-align -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes \
         -Wvla -Wformat=2 -Wwrite-strings -Wswitch-enum
 ifdef CI
 WARN += -Werror
 endif
+ifeq ($(origin CC),default)
+CC := gcc
+endif
 OPT := -O2
 CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I.
+LDFLAGS := -pthread
 LIBS := -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
-
-SOURCE_ID := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 
 ifeq ($(CONFIG),asan)
 OPT := -O1
@@ -29,45 +31,130 @@ CC := clang
 CFLAGS += -fsanitize=undefined -fno-sanitize-recover=all
 LDFLAGS += -fsanitize=undefined
 endif
+ifeq ($(CONFIG),fuzz)
+CC := clang
+OPT := -O1
+CFLAGS += -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+LDFLAGS += -fsanitize=fuzzer,address,undefined
+endif
+ifeq ($(CONFIG),arm64)
+CC := aarch64-linux-gnu-gcc
+ARM_ROOT := build/arm64-root
+CFLAGS += -isystem $(ARM_ROOT)/usr/include -isystem $(ARM_ROOT)/usr/include/aarch64-linux-gnu/openblas-pthread
+LDFLAGS += -L$(ARM_ROOT)/usr/lib/aarch64-linux-gnu -Wl,-rpath-link,$(ARM_ROOT)/usr/lib/aarch64-linux-gnu
+RUN := QEMU_LD_PREFIX=/usr/aarch64-linux-gnu QEMU_SET_ENV=LD_LIBRARY_PATH=$(ARM_ROOT)/usr/lib/aarch64-linux-gnu:/usr/aarch64-linux-gnu/lib qemu-aarch64
+endif
 
-ARCH := $(shell $(CC) -dumpmachine | cut -d- -f1)
-ifeq ($(ARCH),x86_64)
-ISAS := avx2 avx512
-endif
-ifeq ($(ARCH),aarch64)
-ISAS := neon
-endif
+ARCH := $(shell $(CC) -dumpmachine 2>/dev/null | cut -d- -f1)
+ISAS_x86_64 := avx2 avx512
+ISAS_aarch64 := neon
+ISAS := $(ISAS_$(ARCH))
 ISA_FLAGS_avx2 := -mavx2 -mfma -mf16c
 ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
-ISA_FLAGS_neon :=
 
 FOLDERS := formats kernels runtime calib quant
+TOOLS := exl3-quantize exl3-eval
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
-TEST_SRC := $(wildcard tests/test_*.c)
-TEST_OBJ := $(TEST_SRC:%.c=$(B)/%.o)
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c)
+CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o
+FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
-.PHONY: help all test
+# ---- for people ------------------------------------------------------------------------------------------------
+
+.PHONY: help all deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
+        cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-TOOLS := exl3-quantize exl3-eval
+demo: deps ## install what is missing, build, quantize the bundled model, print what was lost
+	@$(MAKE) --no-print-directory all
+	@tools/demo.sh $(B)
+
 all: $(TOOLS:%=$(B)/%) ## build the programs into build/release
 
-$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(LIB_OBJ)
-	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+deps: ## install missing Debian packages
+	@tools/install_packages.sh
 
-# The revision is compiled in; the file changes only when the revision does.
-$(shell mkdir -p $(B) && printf 'const char *x3_source_id(void);\nconst char *x3_source_id(void)\n{\n    return "%s";\n}\n' '$(SOURCE_ID)' > $(B)/source_id.new && { cmp -s $(B)/source_id.new $(B)/source_id.c || cp $(B)/source_id.new $(B)/source_id.c; })
-$(B)/source_id.o: $(B)/source_id.c
-	@$(CC) $(CFLAGS) -c $< -o $@
+test: deps ## the test suite; WORDS="a b" runs the tests whose names contain one of them
+	@$(MAKE) --no-print-directory $(B)/tests/tests $(TOOLS:%=$(B)/%)
+	$(RUN) $(B)/tests/tests $(WORDS)
 
-test: $(B)/tests/tests ## the test suite
-	$(B)/tests/tests $(WORDS)
+asan: ## the test suite under the address and undefined-behaviour sanitizers
+	@$(MAKE) --no-print-directory CONFIG=asan test
+
+ubsan: ## the same with clang's undefined-behaviour sanitizer
+	@$(MAKE) --no-print-directory CONFIG=ubsan test
+
+arm64: ## cross-build for 64-bit Arm and run the test suite under qemu-user
+	@tools/install_packages.sh dev
+	@tools/arm64_libraries.sh build/arm64-root
+	@$(MAKE) --no-print-directory CONFIG=arm64 test
+
+FUZZ_SECONDS ?= 30
+fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
+	@tools/install_packages.sh dev
+	@$(MAKE) --no-print-directory CONFIG=fuzz $(FUZZERS:%=build/fuzz/fuzz_%)
+	@for f in $(FUZZERS); do echo "== $$f"; mkdir -p build/fuzz/corpus_$$f; \
+	  build/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -print_final_stats=0 -verbosity=0 build/fuzz/corpus_$$f || exit 1; done
+
+conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
+	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
+
+bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
+
+bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis search
+	$(B)/tests/bench_encoder
+
+bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
+	$(B)/tests/bench_anchor $(DATA)
+
+bench-kl: all ## KL of tiny-qwen3 packs beside the peer's, seeds 1 to 3 (about an hour)
+	tools/bench_kl.sh $(B) $(DATA)
+
+smollm2: all ## quantize and score SmolLM2-135M, MODEL=folder made by make_smollm2.py
+	tools/bench_smollm2.sh $(B) $(DATA) $(MODEL)
+
+check: ## include order, static analysis where clang-tidy or cppcheck are installed
+	@tools/check_includes.sh
+	@if command -v cppcheck >/dev/null; then cppcheck -q --std=c11 --enable=warning,portability --inline-suppr \
+	  --suppress=missingIncludeSystem -I. $(FOLDERS) tools; fi
+
+install: all ## copy the programs to PREFIX/bin (/usr/local)
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 $(TOOLS:%=$(B)/%) $(DESTDIR)$(PREFIX)/bin
+
+cuda: ## compile the CUDA kernels for every architecture that nvcc knows
+	@[ -n "$(NVCC)" ] || { echo "nvcc is not installed"; exit 1; }
+	@echo "no CUDA sources yet"
+
+clean: ## remove the build folder
+	rm -rf build
+
+# ---- rules -----------------------------------------------------------------------------------------------------
+
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(B)/tools/replay.o $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)
-	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+$(B)/tests/conformance_tests: $(CONF_OBJ) $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+$(B)/tests/bench_%: $(B)/tests/bench_%.o $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+$(B)/fuzz_%: $(B)/tests/fuzz_%.o $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+# The revision is compiled in; its file changes only when the revision does.
+SOURCE_ID := $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+$(shell mkdir -p $(B); printf 'const char *x3_source_id(void);\nconst char *x3_source_id(void)\n{\n    return "%s";\n}\n' \
+  '$(SOURCE_ID)' > $(B)/source_id.new; cmp -s $(B)/source_id.new $(B)/source_id.c || cp $(B)/source_id.new $(B)/source_id.c)
+$(B)/source_id.o: $(B)/source_id.c
+	@$(CC) $(CFLAGS) -c $< -o $@
 
 $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)
@@ -81,21 +168,5 @@ $(B)/%.$(1).o: %.c Makefile
 endef
 $(foreach i,$(ISAS),$(eval $(call simd_rule,$(i))))
 
--include $(LIB_OBJ:.o=.d) $(wildcard $(B)/tools/*.d) $(TEST_OBJ:.o=.d)
-
-$(B)/tests/bench_%: $(B)/tests/bench_%.o $(LIB_OBJ)
-	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
-
-.PRECIOUS: $(B)/tests/bench_%.o
-.PHONY: bench-anchor
-bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
-	$(B)/tests/bench_anchor $(DATA)
-
-CONF_SRC := $(wildcard tests/conformance/*.c)
-CONF_OBJ := $(CONF_SRC:%.c=$(B)/%.o) $(B)/tests/test_main.o
-$(B)/tests/conformance_tests: $(CONF_OBJ) $(LIB_OBJ)
-	@echo "LINK $@"; $(CC) $(LDFLAGS) -pthread -o $@ $^ $(LIBS)
-
-.PHONY: conformance
-conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
-	$(B)/tests/conformance_tests --data $(DATA) $(WORDS)
+.PRECIOUS: $(B)/%.o
+-include $(LIB_OBJ:.o=.d) $(wildcard $(B)/tools/*.d $(B)/tests/*.d $(B)/tests/conformance/*.d)

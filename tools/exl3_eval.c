@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "calib/reference.h"
@@ -11,6 +12,7 @@
 #include "runtime/generate.h"
 #include "tools/options.h"
 #include "tools/progress.h"
+#include "tools/replay.h"
 
 static void on_step(void *arg, size_t done, size_t total, const char *what)
 {
@@ -20,12 +22,15 @@ static void on_step(void *arg, size_t done, size_t total, const char *what)
 /* ---- reference ---- */
 
 static struct eval_values {
-    const char *model, *pack, *out, *ref, *json, *device, *prompt;
+    const char *model, *pack, *out, *ref, *json, *device, *prompt, *receipt;
     x3_list texts, ignored;
     uint64_t ctx, positions, skip, threads, max_tokens;
     double max_kl, min_top1;
     bool json_progress, chat;
-} values = {.device = "cpu", .ctx = 512, .positions = 10240, .max_kl = -1, .min_top1 = -1, .max_tokens = 128};
+} values;
+
+static const struct eval_values defaults = {.device = "cpu", .ctx = 512, .positions = 10240, .max_kl = -1, .min_top1 = -1,
+                                            .max_tokens = 128};
 
 #define AT(field) offsetof(struct eval_values, field)
 #define DEVICE_OPTIONS                                                                                             \
@@ -294,20 +299,155 @@ static int run_generate(void *arg, const char *command_line)
     return code;
 }
 
+/* ---- replay ---- */
+
+static int run_replay(void *arg, const char *command_line);
+
 #define N(a) (sizeof(a) / sizeof(a)[0])
+
+static const x3_command commands[] = {
+    {"reference", "run the original model once and keep what scoring needs", {"MODEL"}, {AT(model)}, reference_options,
+     N(reference_options), run_reference, &values},
+    {"score", "what a pack lost against a reference", {"PACK"}, {AT(pack)}, score_options, N(score_options), run_score, &values},
+    {"compare", "reference and score in one go", {"MODEL", "PACK"}, {AT(model), AT(pack)}, compare_options, N(compare_options),
+     run_compare, &values},
+    {"generate", "greedy text from a pack", {"PACK"}, {AT(pack)}, generate_options, N(generate_options), run_generate, &values},
+    {"replay", "run a receipt's command again and compare", {"RECEIPT"}, {AT(receipt)}, NULL, 0, run_replay, &values},
+};
+
+/* A score or compare again, its receipt into a temporary file. */
+static x3_status replay_score(const cJSON *receipt, x3_words *w, size_t *n_different, x3_err *err)
+{
+    char temporary[] = "/tmp/exl3-replay.XXXXXX";
+    const x3_command *c = strcmp(w->items[1], "score") == 0 ? &commands[1] : &commands[2];
+    int fd = mkstemp(temporary);
+    cJSON *now = NULL;
+    x3_status rc = X3_OK;
+
+    if (fd < 0)
+        return x3_fail(err, X3_ERR_IO, "%s: cannot create", temporary);
+    close(fd);
+    x3_words_remove(w, "--json", true);
+    x3_words_remove(w, "--max-kl", true); /* gates were passed or not: here only the figures count */
+    x3_words_remove(w, "--min-top1", true);
+    values = defaults;
+    if (x3_parse("exl3-eval", c, (int)w->n - 2, w->items + 2) != 0) {
+        rc = x3_fail(err, X3_ERR_INPUT, "the receipt's command is not understood");
+        goto out;
+    }
+    values.json = temporary;
+    if (c->run(&values, "replay") != 0) {
+        rc = x3_fail(err, X3_ERR_INPUT, "the receipt's command failed");
+        goto out;
+    }
+    X3_TRY(rc, out, x3_json_load(&now, temporary, err));
+    printf("\n");
+    *n_different = x3_replay_compare_scores(receipt, now);
+out:
+    unlink(temporary);
+    cJSON_Delete(now);
+    return rc;
+}
+
+/* A whole quantization again, next to the pack, which must be the receipt's folder. */
+static x3_status replay_pack(const cJSON *receipt, const char *receipt_path, x3_words *w, size_t *n_different, x3_err *err)
+{
+    static const char *const dropped[] = {"--resume", "--overwrite", "--json", "--dry-run"};
+    char *folder = NULL, *again = NULL, *path = NULL, program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program - 32);
+    bool replaced = false;
+    cJSON *now = NULL;
+    int status;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_strdup(&folder, receipt_path, err));
+    char *slash = strrchr(folder, '/');
+    if (slash == NULL || n <= 0) {
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: give the receipt with its folder, PACK/exl3_receipt.json", receipt_path);
+        goto out;
+    }
+    *slash = '\0';
+    program[n] = '\0';
+    memcpy(strrchr(program, '/') + 1, "exl3-quantize", sizeof "exl3-quantize");
+    X3_TRY(rc, out, x3_asprintf(&again, err, "%s.replay", folder));
+    X3_TRY(rc, out, x3_remove_tree(again, err));
+    for (size_t i = 0; i < 4; i++)
+        x3_words_remove(w, dropped[i], false);
+    x3_words_remove(w, "--work", true);
+    for (size_t i = 2; i < w->n; i++)
+        if (w->items[i][0] != '-' && x3_path_overlaps(w->items[i], folder)) {
+            w->items[i] = again;
+            replaced = true;
+        }
+    if (!replaced) {
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: no word of the command is the folder %s; start it where it was started then",
+                     receipt_path, folder);
+        goto out;
+    }
+    pid_t child = fork();
+    if (child == 0) {
+        execv(program, w->items);
+        _exit(127);
+    }
+    if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+        rc = x3_fail(err, X3_ERR_INPUT, "the receipt's command failed");
+        goto out;
+    }
+    X3_TRY(rc, out, x3_path_join(&path, again, "exl3_receipt.json", err));
+    X3_TRY(rc, out, x3_json_load(&now, path, err));
+    *n_different = x3_replay_compare_packs(receipt, now);
+    rc = x3_remove_tree(again, err);
+out:
+    free(folder);
+    free(again);
+    free(path);
+    cJSON_Delete(now);
+    return rc;
+}
+
+static x3_status replay(const char *path, size_t *n_different, x3_err *err)
+{
+    const char *command = NULL;
+    cJSON *receipt = NULL;
+    x3_words w = {0};
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_json_load(&receipt, path, err));
+    X3_TRY(rc, out, x3_json_string(receipt, "command", true, &command, path, err));
+    X3_TRY(rc, out, x3_words_split(&w, command, err));
+    if (w.n > 2 && strcmp(w.items[0], "exl3-eval") == 0 &&
+        (strcmp(w.items[1], "score") == 0 || strcmp(w.items[1], "compare") == 0))
+        rc = replay_score(receipt, &w, n_different, err);
+    else if (w.n > 2 && strcmp(w.items[0], "exl3-quantize") == 0 && strcmp(w.items[1], "run") == 0)
+        rc = replay_pack(receipt, path, &w, n_different, err);
+    else
+        rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: the command \"%s\" cannot be replayed", path, command);
+out:
+    x3_words_free(&w);
+    cJSON_Delete(receipt);
+    return rc;
+}
+
+static int run_replay(void *arg, const char *command_line)
+{
+    const char *path = ((struct eval_values *)arg)->receipt;
+    size_t n_different = 0;
+    x3_reporter r;
+    x3_err err = {0};
+
+    (void)command_line;
+    x3_reporter_open(&r, false);
+    if (replay(path, &n_different, &err) != X3_OK)
+        return x3_report_error(&r, NULL, &err);
+    if (n_different == 0)
+        printf("the same\n");
+    else
+        printf("%zu differences\n", n_different);
+    return n_different > 0;
+}
 
 int main(int argc, char **argv)
 {
-    const x3_command commands[] = {
-        {"reference", "run the original model once and keep what scoring needs", {"MODEL"}, {AT(model)}, reference_options,
-         N(reference_options), run_reference, &values},
-        {"score", "what a pack lost against a reference", {"PACK"}, {AT(pack)}, score_options, N(score_options), run_score,
-         &values},
-        {"compare", "reference and score in one go", {"MODEL", "PACK"}, {AT(model), AT(pack)}, compare_options,
-         N(compare_options), run_compare, &values},
-        {"generate", "greedy text from a pack", {"PACK"}, {AT(pack)}, generate_options, N(generate_options), run_generate,
-         &values},
-    };
-
+    values = defaults;
     return x3_main("exl3-eval", "what an EXL3 pack lost", commands, N(commands), argc, argv);
 }

@@ -169,7 +169,7 @@ static bool takes_rest(const char *positional)
     return n > 3 && strcmp(positional + n - 3, "...") == 0;
 }
 
-static int parse(const char *program, const x3_command *c, int argc, char **argv)
+int x3_parse(const char *program, const x3_command *c, int argc, char **argv)
 {
     bool seen[64] = {false};
     size_t n_positionals = 0, given = 0;
@@ -261,7 +261,7 @@ int x3_main(const char *program, const char *summary, const x3_command *commands
             print_help(program, &commands[i]);
             return 0;
         }
-        int rc = parse(program, &commands[i], argc - 2, argv + 2);
+        int rc = x3_parse(program, &commands[i], argc - 2, argv + 2);
         if (rc != 0)
             return rc;
         char *line = join_command_line(program, argc, argv);

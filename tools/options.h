@@ -46,6 +46,9 @@ typedef struct x3_command {
     void *values;
 } x3_command;
 
+/* Parses arguments (after the command's name) into command->values; 0, or 2 with the problem printed. */
+int x3_parse(const char *program, const x3_command *c, int argc, char **argv);
+
 /* Parses and runs. Usage problems and --help are printed here. */
 int x3_main(const char *program, const char *summary, const x3_command *commands, size_t n, int argc, char **argv);
 

@@ -1,0 +1,133 @@
+/* The programs as scripts see them: exit codes, messages, gates. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "formats/io.h"
+#include "formats/json.h"
+#include "tests/test.h"
+#include "tests/tiny_model.h"
+
+static struct {
+    char dir[256], output[65536];
+} at;
+
+/* Runs a program of the build folder that this test runner is in; its output goes to at.output. */
+static int run(const char *format, ...) X3_PRINTF(1, 2);
+
+static int run(const char *format, ...)
+{
+    char self[1024], arguments[3000], command[5000];
+    ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
+    const char *runner = getenv("X3_RUN_WITH");
+    va_list args;
+
+    CHECK(n > 0);
+    self[n] = '\0';
+    *strrchr(self, '/') = '\0'; /* build/x/tests */
+    *strrchr(self, '/') = '\0';
+    va_start(args, format);
+    vsnprintf(arguments, sizeof arguments, format, args);
+    va_end(args);
+    snprintf(command, sizeof command, "%s %s/%s 2>&1", runner == NULL ? "" : runner, self, arguments);
+    FILE *f = popen(command, "r");
+    CHECK(f != NULL);
+    size_t got = fread(at.output, 1, sizeof at.output - 1, f);
+    at.output[got] = '\0';
+    int status = pclose(f);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+#define EXPECT(code, part, ...)                                                                              \
+    do {                                                                                                     \
+        int got_ = run(__VA_ARGS__);                                                                         \
+        CHECK_MSG(got_ == (code), "exit code %d, expected %d: %s", got_, (code), at.output);                 \
+        CHECK_MSG(strstr(at.output, part) != NULL, "the output lacks \"%s\": %s", part, at.output);          \
+    } while (0)
+
+X3_TEST(cli_usage_errors_end_with_2_and_help_with_0)
+{
+    EXPECT(2, "exl3-quantize COMMAND --help", "exl3-quantize");
+    EXPECT(2, "is not a command", "exl3-quantize bake");
+    EXPECT(0, "--target-blend A", "exl3-quantize run --help");
+    EXPECT(0, "0.1.0", "exl3-eval --version");
+    EXPECT(2, "MODEL is missing", "exl3-quantize run");
+    EXPECT(2, "--bits X is missing", "exl3-quantize run a b --text c");
+    EXPECT(2, "--bits 9 is outside 1 to 8", "exl3-quantize run a b --bits 9 --text c");
+    EXPECT(2, "--bits three is not a number", "exl3-quantize run a b --bits three --text c");
+    EXPECT(2, "--rows -4 is not a whole number", "exl3-quantize run a b --rows -4");
+    EXPECT(2, "--memory 3XB is not a size", "exl3-quantize run a b --memory 3XB");
+    EXPECT(2, "--codebook is mul1, mcg or 3inst", "exl3-quantize run a b --bits 3 --text c --codebook abc");
+    EXPECT(2, "is not an option", "exl3-quantize run a b --speed 3");
+    EXPECT(2, "is given twice", "exl3-quantize run a b --bits 3 --bits 4");
+    EXPECT(2, "one argument too many", "exl3-quantize run a b c --bits 3");
+    EXPECT(2, "exclude each other", "exl3-quantize run a b --bits 3 --text c --resume --overwrite");
+    EXPECT(2, "--ref FILE is missing", "exl3-eval score pack");
+}
+
+X3_TEST(cli_failures_end_with_1_and_name_the_culprit)
+{
+    EXPECT(1, "/no/such/model: does not exist", "exl3-quantize check /no/such/model");
+    EXPECT(1, "/no/such/pack: does not exist", "exl3-quantize verify /no/such/pack");
+    EXPECT(1, "is not an EXL3 pack", "exl3-quantize verify tests/data/models/tiny-qwen3");
+    EXPECT(1, "device \"tpu\" is unknown", "exl3-quantize check tests/data/models/tiny-qwen3 --device tpu");
+    EXPECT(1, "no.x3r", "exl3-eval score tests/data/models/tiny-qwen3 --ref /no.x3r");
+    EXPECT(1, "is listed for calibration", "exl3-eval reference tests/data/models/tiny-qwen3 --text "
+           "tests/data/text/calib_prose.txt --out %s/x.x3r", x3_test_temp_dir());
+}
+
+X3_TEST(cli_check_tells_sizes_and_reports_every_finding)
+{
+    x3_tiny t = X3_TINY_DEFAULTS;
+
+    EXPECT(0, "whole and known", "exl3-quantize check tests/data/models/tiny-qwen3 --bits 3");
+    CHECK(strstr(at.output, "29 quantized") != NULL && strstr(at.output, "memory") != NULL);
+    snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
+    t.drop = "model.norm.weight";
+    t.extra = "model.layers.0.mlp.gate.bias";
+    x3_tiny_write(at.dir, &t);
+    EXPECT(1, "tensor model.norm.weight is missing", "exl3-quantize check %s", at.dir);
+    CHECK(strstr(at.output, "tensor model.layers.0.mlp.gate.bias is not part of") != NULL);
+}
+
+X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
+{
+    x3_tiny t = X3_TINY_DEFAULTS;
+    cJSON *receipt = NULL;
+    x3_err err = {0};
+
+    snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
+    t.layers = 1;
+    x3_tiny_write(x3_test_path(at.dir, "model"), &t);
+    x3_tiny_text(x3_test_path(at.dir, "calib.txt"), 600, 1);
+    x3_tiny_text(x3_test_path(at.dir, "heldout.txt"), 600, 2);
+    EXPECT(0, "memory", "exl3-quantize run %s/model %s/pack --bits 6 --text %s/calib.txt --cols 100 --dry-run", at.dir, at.dir, at.dir);
+    CHECK(!x3_path_exists(x3_test_path(at.dir, "pack")) && !x3_path_exists(x3_test_path(at.dir, "pack.work")));
+    EXPECT(0, "\"event\":\"progress\"", "exl3-quantize run %s/model %s/pack --bits 6 --text %s/calib.txt --cols 100 --threads 1 --json", at.dir, at.dir, at.dir);
+    EXPECT(0, "nothing to do", "exl3-quantize run %s/model %s/pack --bits 6 --text %s/calib.txt --cols 100 --threads 1 --resume", at.dir, at.dir, at.dir);
+    EXPECT(0, "whole", "exl3-quantize verify %s/pack --source %s/model", at.dir, at.dir);
+    EXPECT(0, "reference", "exl3-eval reference %s/model --text %s/heldout.txt --ctx 50 --positions 500 --out %s/ref.x3r", at.dir, at.dir, at.dir);
+    EXPECT(0, "noise floor", "exl3-eval score %s/pack --ref %s/ref.x3r --json %s/receipt.json --max-kl 1 --min-top1 50", at.dir, at.dir, at.dir);
+    EXPECT(1, "gate missed: KL", "exl3-eval score %s/pack --ref %s/ref.x3r --max-kl 0", at.dir, at.dir);
+    EXPECT(1, "gate missed: top-1", "exl3-eval score %s/pack --ref %s/ref.x3r --min-top1 100", at.dir, at.dir);
+    EXPECT(0, "top-1", "exl3-eval compare %s/model %s/pack --text %s/heldout.txt --ctx 50 --positions 100", at.dir, at.dir, at.dir);
+    EXPECT(1, "was calibrated on its text calib.txt", "exl3-eval compare %s/model %s/pack --text %s/calib.txt --ctx 50", at.dir, at.dir, at.dir);
+    EXPECT(0, "prompt tokens", "exl3-eval generate %s/pack --prompt 'the sea' --max-tokens 5", at.dir);
+    CHECK_OK(x3_json_load(&receipt, x3_test_path(at.dir, "receipt.json"), &err), &err);
+    CHECK(x3_json_get(x3_json_get(receipt, "pack"), "bits_body")->valuedouble == 6);
+    CHECK(x3_json_get(receipt, "seed")->valuedouble == 1);
+    cJSON_Delete(receipt);
+    EXPECT(0, "\"kl\"", "exl3-eval replay %s/receipt.json", at.dir);
+}
+
+X3_TEST(cli_an_output_that_cannot_be_created_is_said_before_any_work)
+{
+    x3_tiny t = X3_TINY_DEFAULTS;
+
+    snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
+    x3_tiny_write(x3_test_path(at.dir, "model"), &t);
+    x3_tiny_text(x3_test_path(at.dir, "calib.txt"), 600, 1);
+    EXPECT(1, "/proc/pack: the pack needs", "exl3-quantize run %s/model /proc/pack --bits 6 --text %s/calib.txt --cols 100", at.dir, at.dir);
+}

@@ -1,0 +1,34 @@
+/* Small random models written by the tests themselves: config, byte-level tokenizer without merges, safetensors. */
+#ifndef X3_TINY_MODEL_H
+#define X3_TINY_MODEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "formats/safetensors.h"
+
+typedef struct x3_tiny {
+    const char *model_type; /* "llama" */
+    size_t hidden, inner, heads, kv_heads, head_dim, layers, vocab;
+    bool tied, attention_bias, qk_norm;
+    x3_dtype dtype;        /* of the weights: X3_BF16, X3_F16, X3_F32 or X3_F8_E4M3 (with block scales) */
+    const char *more_config; /* extra members for config.json: "\"x\": 1," */
+    const char *drop;      /* tensor to leave out */
+    const char *extra;     /* name of an additional tensor [4] */
+    const char *poison;    /* tensor whose element 5 becomes NaN */
+    size_t shards;         /* 0 or 1: one file without an index */
+    const char *no_rope;   /* anything: leave rope_theta out */
+} x3_tiny;
+
+#define X3_TINY_DEFAULTS                                                                                        \
+    ((x3_tiny){.model_type = "llama", .hidden = 128, .inner = 128, .heads = 2, .kv_heads = 1, .head_dim = 64,   \
+               .layers = 2, .vocab = 300, .dtype = X3_BF16})
+
+/* Writes the folder (created); fails the test on any error. */
+void x3_tiny_write(const char *dir, const x3_tiny *t);
+/* A text of n random letters, blanks and line ends. */
+void x3_tiny_text(const char *path, size_t n, uint64_t seed);
+/* Writes a file. */
+void x3_test_write(const char *path, const void *data, size_t n);
+
+#endif
