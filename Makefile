@@ -42,7 +42,7 @@ CC := aarch64-linux-gnu-gcc
 ARM_ROOT := build/arm64-root
 CFLAGS += -isystem $(ARM_ROOT)/usr/include -isystem $(ARM_ROOT)/usr/include/aarch64-linux-gnu/openblas-pthread
 LDFLAGS += -L$(ARM_ROOT)/usr/lib/aarch64-linux-gnu -Wl,-rpath-link,$(ARM_ROOT)/usr/lib/aarch64-linux-gnu
-RUN := QEMU_LD_PREFIX=/usr/aarch64-linux-gnu QEMU_SET_ENV=LD_LIBRARY_PATH=$(ARM_ROOT)/usr/lib/aarch64-linux-gnu:/usr/aarch64-linux-gnu/lib qemu-aarch64
+RUN := X3_EMULATED=1 QEMU_LD_PREFIX=/usr/aarch64-linux-gnu QEMU_SET_ENV=LD_LIBRARY_PATH=$(ARM_ROOT)/usr/lib/aarch64-linux-gnu:/usr/aarch64-linux-gnu/lib qemu-aarch64
 endif
 
 ARCH := $(shell $(CC) -dumpmachine 2>/dev/null | cut -d- -f1)
@@ -63,7 +63,7 @@ FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
         cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -120,6 +120,8 @@ check: ## include order, static analysis where clang-tidy or cppcheck are instal
 	@tools/check_includes.sh
 	@if command -v cppcheck >/dev/null; then cppcheck -q --std=c11 --enable=warning,portability --inline-suppr \
 	  --suppress=missingIncludeSystem -I. $(FOLDERS) tools; fi
+
+compile: $(TOOLS:%=$(B)/%) $(B)/tests/tests $(B)/tests/conformance_tests ## build programs and tests, run nothing
 
 install: all ## copy the programs to PREFIX/bin (/usr/local)
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -233,7 +233,7 @@ out:
 /* Seconds from two short measurements: the encoder on one strip a thread, a matrix product. */
 static x3_status estimate_seconds(x3_job *job, x3_err *err)
 {
-    enum { N_IN = 32, N_OUT = 256, ROWS = 512 };
+    enum { N_IN = 32, N_OUT = 64, ROWS = 512 };
     const x3_model *m = job->source->model;
     float *d_w = NULL, *d_q = NULL, *d_x = NULL, *d_y = NULL;
     x3_ldlq_job probe = {.codebook = job->o.quant.codebook, .K = 4, .n_out = N_OUT};

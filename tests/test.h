@@ -17,6 +17,9 @@ void x3_test_register(const char *name, const char *file, void (*run)(void));
 _Noreturn void x3_test_fail(const char *file, int line, const char *format, ...) X3_PRINTF(3, 4);
 _Noreturn void x3_test_skip(const char *format, ...) X3_PRINTF(1, 2);
 
+/* Skips a test that would take long under an emulator (X3_EMULATED is set: make arm64 under qemu). */
+void x3_test_skip_if_emulated(void);
+
 /* The folder of --data (conformance), or NULL. */
 const char *x3_test_data_dir(void);
 /* A fresh empty folder under the system's temporary folder, removed after the run; valid until the test ends. */

@@ -98,6 +98,7 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     cJSON *receipt = NULL;
     x3_err err = {0};
 
+    x3_test_skip_if_emulated();
     snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
     t.layers = 1;
     x3_tiny_write(x3_test_path(at.dir, "model"), &t);

@@ -23,6 +23,7 @@ static struct setup make_setup(const x3_tiny *tiny)
 {
     struct setup s = {0};
 
+    x3_test_skip_if_emulated();
     snprintf(s.root, sizeof s.root, "%s", x3_test_temp_dir());
     snprintf(s.model, sizeof s.model, "%s/model", s.root);
     snprintf(s.out, sizeof s.out, "%s/pack", s.root);

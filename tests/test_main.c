@@ -52,6 +52,12 @@ _Noreturn void x3_test_skip(const char *format, ...)
     longjmp(suite.escape, 1 + SKIPPED);
 }
 
+void x3_test_skip_if_emulated(void)
+{
+    if (getenv("X3_EMULATED") != NULL)
+        x3_test_skip("too slow under an emulator");
+}
+
 const char *x3_test_data_dir(void)
 {
     return suite.data_dir;
