@@ -348,12 +348,13 @@ static x3_status compare_source(x3_verify_report *r, const char *source_dir, con
                                 const x3_progress *progress, x3_err *err)
 {
     const cJSON *stated = receipt == NULL ? NULL : x3_json_get(receipt, "source");
+    x3_findings of_source = {0}; /* its own: what is wrong with the pack does not keep the source from opening */
     x3_checkpoint *source = NULL;
     uint64_t hash;
     char text[17];
     x3_status rc;
 
-    X3_TRY(rc, out, x3_checkpoint_open(&source, source_dir, NULL, &r->findings, err));
+    X3_TRY(rc, out, x3_checkpoint_open(&source, source_dir, NULL, &of_source, err));
     X3_TRY(rc, out, x3_checkpoint_hash(source, &hash, err));
     x3_hash_text(hash, text);
     stated = stated == NULL ? NULL : x3_json_get(stated, "xxh3");
@@ -363,6 +364,7 @@ static x3_status compare_source(x3_verify_report *r, const char *source_dir, con
     X3_TRY(rc, out, compare_stop_tokens(r, source));
     rc = compare_groups(r, source, receipt, dev, progress, err);
 out:
+    x3_findings_free(&of_source);
     x3_checkpoint_close(source);
     return rc;
 }

@@ -132,7 +132,7 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
     if (d->has_bias) {
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.bias", d->name);
-        expect(c, name, bias, d->n_out, 0, f);
+        expect(c, name, bias, found && bias != NULL && bias->n_elements == g.n_out ? g.n_out : d->n_out, 0, f);
         set_role(c, bias, found ? X3_ROLE_GROUP : d->quantized ? X3_ROLE_BIAS : X3_ROLE_KEPT, NULL);
     } else if (found && bias != NULL) {
         x3_findings_add(f, "%s: the model has no bias here", bias->name);
