@@ -559,7 +559,7 @@ X3_TEST(safetensors_misses_a_numbered_shard_without_an_index)
 X3_TEST(safetensors_lists_what_a_folder_has_instead)
 {
     const char *dir = x3_test_temp_dir();
-    char name[40];
+    char name[64];
 
     expect_finding(dir, dir, "no *.safetensors file", "the folder is empty");
     write_text(dir, "pytorch_model.bin", "x");

@@ -103,6 +103,7 @@ static void *encode(const float *x, size_t n, x3_dtype dtype)
     return out;
 }
 
+X3_PRINTF(7, 8)
 static void add(struct list *l, x3_dtype dtype, size_t rows, size_t cols, float mean, float scale, const char *format, ...)
 {
     x3_out_tensor *t = &l->t[l->n];

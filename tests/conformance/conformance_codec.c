@@ -18,6 +18,7 @@ static x3_safetensors *open_codec(void)
     return st;
 }
 
+X3_PRINTF(3, 4)
 static void *load(const x3_safetensors *st, size_t n_bytes, const char *format, ...)
 {
     char name[128];
