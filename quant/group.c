@@ -11,7 +11,7 @@ double x3_quant_nominal_scale(x3_codebook codebook, int K)
     static const double mul1[] = {1.13, 1.003, .933, .915, .887, .852, .824, .812};
     static const double sums[] = {1.43, 1.26, 1.18, 1.125, 1.083, 1.02, .98, .955};
 
-    return (codebook == X3_CB_MUL1 ? mul1 : sums)[K - 1];
+    return codebook == X3_CB_MUL1 ? mul1[K - 1] : sums[K - 1];
 }
 
 void x3_quant_linear_free(x3_device *dev, x3_quant_linear *q)
