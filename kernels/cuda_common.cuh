@@ -5,6 +5,7 @@
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <math_constants.h>
 
 #include "kernels/codebook.h"
 #include "kernels/cuda_kernels.h"
@@ -62,12 +63,21 @@ static __device__ __forceinline__ void release_next_kernel(void)
 #endif
 }
 
-/* c += a b: a 16x16 (rows x inputs), b 16x8, float16 with float32 sums. A row of c depends on the same row of a alone. */
-static __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
+/* c += a b, float16 with float32 sums. a is 16 x 16, b 16 x 8, c 16 x 8; a column of c depends on the same column of b
+ * alone. Lane 4 g + q holds a[g | g + 8][2q, 2q + 1 | + 8], b[2q, 2q + 1 | + 8][g] and c[g | g + 8][2q, 2q + 1]. */
+static __device__ __forceinline__ void mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Hides where v comes from: the compiler then keeps it in a register, where it would rather compute it again every time
+ * round a loop, or keeps what is computed from it inside the loop. No instruction. */
+static __device__ __forceinline__ uint32_t opaque(uint32_t v)
+{
+    asm volatile("" : "+r"(v));
+    return v;
 }
 
 static __device__ __forceinline__ uint32_t half2_bits(__half2 h)
@@ -144,43 +154,97 @@ template <int K> static __device__ __forceinline__ window window_load(const uint
     return w;
 }
 
-/* 32 bits of the window from bit T up. */
-template <int T> static __device__ __forceinline__ uint32_t window_from(window w)
+/* 32 bits of the window from bit T up; at K <= 2 the window has no more than 30. */
+template <int K, int T> static __device__ __forceinline__ uint32_t window_from(window w)
 {
     if (T == 0)
         return w.low;
     if (T == 32)
         return w.high;
-    if (T + 16 <= 32)
+    if (K <= 2)
         return w.low >> (T & 31);
     if (T < 32)
         return __funnelshift_r(w.low, w.high, T & 31);
     return T + 16 <= 64 ? w.high >> (T & 31) : __funnelshift_r(w.high, w.top, T & 31);
 }
 
-/* State j of the window lies at bit (7 - j) K. A byte permutation takes any 16 bits on a byte border, so states that
- * are 8 or 16 bits apart share one shift. */
+/* State j of the window lies at bit (7 - j) K. A byte permutation takes any 16 bits on a byte border. What is not on one is
+ * shifted: to the left where that is possible, since such shifts can be multiplications and the units that shift and
+ * permute are the busiest; states 8 bits apart share a shift. */
 template <int K, int J> static __device__ __forceinline__ uint32_t window_state(window w)
 {
-    constexpr int t = (7 - J) * K;
-    constexpr int from = t == 8 || t == 16               ? 0
-                         : K == 2 && t > 8               ? t - 8
-                         : K == 4 && (t == 12 || t == 20) ? 4
-                         : K == 8 && (t == 40 || t == 48) ? 32
-                                                          : t;
-    return __byte_perm(window_from<from>(w), 0, 0x4410 + 0x11 * ((t - from) / 8));
+    constexpr int t = (7 - J) * K, in_word = t % 32, left = (8 - in_word % 8) % 8;
+
+    if constexpr (in_word + left <= 16)
+        return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
+    else
+        return __byte_perm(window_from<K, t>(w), 0, 0x4410);
 }
 
-/* The eight values of a lane as the two B operands of a 16x16 tile: b[0], b[1] for columns 0..7, b[2], b[3] for 8..15. */
-template <int K, int CODEBOOK> static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l,
-                                                                                  uint32_t b[4])
+/* Decoding on the tensor cores, which a small product leaves idle: what has to be summed within a lane's word (the four
+ * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time.
+ * The sums of neighbouring words come out in one lane, those of words 2 i and 2 i + 1 of a quad of lanes where
+ * words 0 .. 3 are the first words of its lanes and 4 .. 7 the second ones. */
+typedef struct ones {
+    uint32_t b[2]; /* column g of the matrix sums word g */
+} ones;
+
+template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane)
+{
+    const uint32_t one = CODEBOOK == X3_CB_MUL1 ? 0x01010101u : 0x3C003C00u;
+    ones o;
+
+    o.b[0] = (lane & 3) == lane >> 2 ? one : 0;
+    o.b[1] = (lane & 3) + 4 == lane >> 2 ? one : 0;
+    return o;
+}
+
+/* out[0] and out[1]: values of the words w[0], w[2] and w[1], w[3] of the quad's lanes, two float16 each. */
+template <int CODEBOOK> static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
+{
+    if (CODEBOOK == X3_CB_MUL1) {
+        uint32_t s[4]; /* 0x6400 + sum: as a float16, 1024 + sum exactly */
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=r"(s[0]), "=r"(s[1]), "=r"(s[2]), "=r"(s[3])
+            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0x6400));
+        const __half2 a = bits_half2(0x1EEE1EEEu), b = bits_half2(0xC931C931u);
+        out[0] = half2_bits(__hfma2(bits_half2(__byte_perm(s[0], s[1], 0x5410)), a, b));
+        out[1] = half2_bits(__hfma2(bits_half2(__byte_perm(s[2], s[3], 0x5410)), a, b));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
+            : "=r"(out[0]), "=r"(out[1])
+            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0));
+    }
+}
+
+template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t window_mixed(window w)
+{
+    const uint32_t state = window_state<K, J>(w);
+
+    return CODEBOOK == X3_CB_MUL1  ? state * X3_MUL1_MULTIPLIER
+           : CODEBOOK == X3_CB_MCG ? x3_codebook_mix_mcg(state)
+                                   : x3_codebook_mix_3inst(state);
+}
+
+/* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). The sums above have moved rows
+ * between lanes: index i of the operand's second dimension is row tile_operand_row(i). */
+template <int K, int CODEBOOK>
+static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
 {
     const window w = window_load<K>(tile, l);
+    const uint32_t low[4] = {window_mixed<K, CODEBOOK, 0>(w), window_mixed<K, CODEBOOK, 4>(w),
+                             window_mixed<K, CODEBOOK, 1>(w), window_mixed<K, CODEBOOK, 5>(w)};
+    const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w), window_mixed<K, CODEBOOK, 6>(w),
+                              window_mixed<K, CODEBOOK, 3>(w), window_mixed<K, CODEBOOK, 7>(w)};
 
-    b[0] = decode_pair<CODEBOOK>(window_state<K, 0>(w), window_state<K, 1>(w));
-    b[1] = decode_pair<CODEBOOK>(window_state<K, 2>(w), window_state<K, 3>(w));
-    b[2] = decode_pair<CODEBOOK>(window_state<K, 4>(w), window_state<K, 5>(w));
-    b[3] = decode_pair<CODEBOOK>(window_state<K, 6>(w), window_state<K, 7>(w));
+    decode_quad<CODEBOOK>(low, o, a);
+    decode_quad<CODEBOOK>(high, o, a + 2);
+}
+
+/* 0, 2, 4, 6, 1, 3, 5, 7 and the same + 8. */
+static __device__ __forceinline__ int tile_operand_row(int i)
+{
+    return (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
 }
 
 /* ---- rows ---------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
 /* Host side of the EXL3 linear for 1 .. 128 rows and of reconstruction, and what all CUDA launches share. */
 #include "kernels/linear_cuda.cuh"
 
+#include <stdio.h>
 #include <string.h>
 
 /* ---- devices and launches ------------------------------------------------------------------------------------------ */
@@ -39,18 +40,16 @@ x3_status x3_cuda_open(int device, x3_cuda_info *out, x3_err *err)
     out->n_multiprocessors = p.multiProcessorCount;
     out->shared_bytes = p.sharedMemPerBlockOptin;
     out->memory_bytes = p.totalGlobalMem;
-    strncpy(out->name, p.name, sizeof out->name - 1);
+    snprintf(out->name, sizeof out->name, "%.90s", p.name);
     return X3_OK;
 }
 
 x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
                          bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err)
 {
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config;
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
 
-    memset(&attribute, 0, sizeof attribute);
-    memset(&config, 0, sizeof config);
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = grid;
@@ -78,54 +77,47 @@ x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
     return X3_OK;
 }
 
-/* ---- rotated inputs as A operands ------------------------------------------------------------------------------------ */
+/* ---- rotated inputs as operands -------------------------------------------------------------------------------------- */
 
 #define ROTATE_WARPS 16
 
-/* Block (b, r): 128 inputs of 16 rows, a warp a row, to fragments [r][8 b ..][lane]. Rows past the end become zero. The
- * values are those of rotate_inputs in linear_k_cuda.cu, bit for bit. */
+/* Block (b, r): 128 inputs of 16 rows, a warp a row, to fragments [r][8 b ..][lane]. Rows past the end become zero. */
 static __global__ void __launch_bounds__(ROTATE_WARPS *X3_WARP) rotate_fragments(const __grid_constant__ linear_args a)
 {
-    __shared__ __align__(16) uint32_t words[8 * X3_WARP * 4];
+    __shared__ __align__(16) uint32_t fragments[8 * X3_WARP * 4]; /* [unit][lane][row / 8][2] */
     const int lane = threadIdx.x & 31, r = threadIdx.x >> 5, row = blockIdx.y * 16 + r;
-    const size_t i = (size_t)blockIdx.x * X3_HADAMARD + 4 * lane;
-    float v[4] = {0, 0, 0, 0};
+    uint32_t words[2] = {0, 0};
 
     release_next_kernel();
     wait_for_previous_kernel();
-    if (row < a.n_rows) {
-        load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
-        scale_4(v, a.suh, i);
-        hadamard_128(v, lane);
+    if (row < a.n_rows)
+        rotate_inputs(a, row, blockIdx.x, lane, words);
+    for (int i = 0; i < 2; i++) {
+        const int word = operand_word(lane, i), q = word / 2, high = word % 2;
+        fragments[((lane >> 2) * X3_WARP + 4 * (r & 7) + q) * 4 + 2 * (r >> 3) + high] = words[i];
     }
-    uint32_t *to = words + ((lane >> 2) * X3_WARP + 4 * (r & 7) + 2 * (lane & 1)) * 4 + (r >> 3) + (lane & 2);
-    to[0] = half2_bits(__floats2half2_rn(v[0], v[1]));
-    to[4] = half2_bits(__floats2half2_rn(v[2], v[3]));
     __syncthreads();
     if (threadIdx.x < 8 * X3_WARP)
         a.fragments[((size_t)blockIdx.y * a.n_units_in + blockIdx.x * 8) * X3_WARP + threadIdx.x] =
-            ((const uint4 *)words)[threadIdx.x];
+            ((const uint4 *)fragments)[threadIdx.x];
 }
 
 /* ---- the linear ---------------------------------------------------------------------------------------------------- */
 
 /* How many blocks share the units: as many as there are multiprocessors, or up to a tenth less when the cut then falls on
  * stripe borders, since every further segment costs a block about 8 units of time. Never fewer units than chains. */
-static int choose_blocks(const x3_cuda_info *info, int64_t n_units, int64_t n_units_in)
+static int choose_blocks(const x3_cuda_info *info, int n_units_in, int n_stripes)
 {
+    const int64_t n_units = (int64_t)n_units_in * n_stripes;
     const int most = (int)(n_units / N_CHAINS < info->n_multiprocessors ? n_units / N_CHAINS : info->n_multiprocessors);
     int best = most;
     int64_t best_cost = INT64_MAX;
 
     for (int n = most; n > 0 && n >= most * 9 / 10; n--) {
-        int64_t cost = 0;
-        for (int b = 0; b < n; b++) {
-            const int64_t first = b * n_units / n, last = (b + 1) * n_units / n;
-            const int64_t segments = (last - 1) / n_units_in - first / n_units_in + 1;
-            const int64_t chain = (last - first + N_CHAINS - 1) / N_CHAINS * N_CHAINS;
-            if (chain + 8 * segments > cost)
-                cost = chain + 8 * segments;
-        }
+        const int64_t units = (n_units + n - 1) / n;
+        const bool on_borders = n_units % n == 0 && (n_stripes % n == 0 || n % n_stripes == 0);
+        const int64_t segments = on_borders ? (n_stripes + n - 1) / n : (units + n_units_in - 1) / n_units_in + 1;
+        const int64_t cost = (int64_t)x3_round_up((size_t)units, N_CHAINS) + 8 * segments;
         if (cost < best_cost) {
             best_cost = cost;
             best = n;
@@ -187,19 +179,19 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
     a->n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
 }
 
-/* Sets n_stages; false when the shape does not fit into shared memory. */
-static bool fit(const x3_cuda_info *info, int K, linear_shape shape, int n_blocks, linear_args *a, size_t *shared_bytes)
+/* Sets n_stages and the shared memory of a block; false when the shape does not fit. Folded blocks had better fit twice. */
+static bool fit(const x3_cuda_info *info, int K, linear_shape shape, linear_args *a, size_t *shared_bytes)
 {
-    const int64_t n_units = (int64_t)a->n_units_in * a->n_stripes;
-    const size_t most_units = (size_t)((n_units + n_blocks - 1) / n_blocks);
+    const size_t most_units = (size_t)(a->n_units_each + (a->n_units_more > 0));
     const size_t rest = linear_sums_bytes(shape, a->n_rows) +
                         (shape == LINEAR_FOLDED ? most_units * (size_t)a->n_rows * X3_TILE * 2 : 0) + 64;
 
-    for (a->n_stages = 4; a->n_stages >= 2; a->n_stages--) {
-        *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
-        if (*shared_bytes + 64 <= info->shared_bytes)
-            return true;
-    }
+    for (int blocks = shape == LINEAR_FOLDED ? LINEAR_FOLDED_BLOCKS : 1; blocks > 0; blocks--)
+        for (a->n_stages = 4; a->n_stages >= (blocks > 1 ? 3 : 2); a->n_stages--) {
+            *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
+            if ((size_t)blocks * (*shared_bytes + 64 + 1024) <= info->shared_bytes + 1024)
+                return true;
+        }
     return false;
 }
 
@@ -224,10 +216,12 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
     a.partial = (float *)((char *)a.fragments + fragment_bytes(g, n_rows));
 
     linear_shape shape = n_rows <= FOLD_ROWS ? LINEAR_FOLDED : n_rows <= 16 ? LINEAR_16 : n_rows <= 32 ? LINEAR_32 : LINEAR_64;
-    const int n_blocks = choose_blocks(info, (int64_t)a.n_units_in * a.n_stripes, a.n_units_in);
-    if (shape == LINEAR_FOLDED && !fit(info, g->K, shape, n_blocks, &a, &shared_bytes))
+    const int n_blocks = choose_blocks(info, a.n_units_in, a.n_stripes), n_units = a.n_units_in * a.n_stripes;
+    a.n_units_each = n_units / n_blocks;
+    a.n_units_more = n_units % n_blocks;
+    if (shape == LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
         shape = LINEAR_16;
-    if (shape != LINEAR_FOLDED && !fit(info, g->K, shape, n_blocks, &a, &shared_bytes))
+    if (shape != LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
         return x3_fail(err, X3_ERR_UNSUPPORTED, "linear at K = %d does not fit into %zu bytes of shared memory", g->K,
                        info->shared_bytes);
     void *args[] = {&a};
@@ -237,8 +231,8 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
                                        args, "linear, rotating inputs", err));
         overlap = true; /* the weights were there before the kernel just queued */
     }
-    const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + linear_rows(shape) - 1) / linear_rows(shape)));
-    return x3_cuda_launch(info, kernels.linear[g->codebook][shape], grid, linear_warps(shape) * X3_WARP, shared_bytes, overlap,
+    const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 8 * LINEAR_GROUPS(shape) - 1) / (8 * LINEAR_GROUPS(shape))));
+    return x3_cuda_launch(info, kernels.linear[g->codebook][shape], grid, LINEAR_WARPS(shape) * X3_WARP, shared_bytes, overlap,
                         stream, args, "linear", err);
 }
 

@@ -1,9 +1,8 @@
 /* EXL3 linear and reconstruction for one K: compile with -DX3_K=1 .. 8. linear_cuda.cuh says how the work is cut.
  *
- * What limits it: at one row, instructions. Decoding costs about 40 to 45 issue slots for the 8 weights of a lane
- * (shifts and permutations 11 to 15, multiplies 8, byte sums 8, packing 4, float16 fma 4, tensor core 2), while
- * memory would allow twice the pace at K <= 4. Hence no work twice, no synchronization inside a chain, and every
- * address a constant offset. */
+ * What limits it: at one row, instructions. Decoding costs 33 to 39 issue slots for the 8 weights of a lane (shifts and
+ * permutations 11 to 17, multiplies 8, packing and float16 fma 8, tensor cores 3, loads 2), while memory would allow
+ * twice the pace at K <= 4. Hence no work twice, no synchronization inside a chain, and constant offsets for addresses. */
 #include "kernels/linear_cuda.cuh"
 
 #ifndef X3_K
@@ -11,9 +10,7 @@
 #endif
 
 #define TILE_WORDS (8 * X3_K)
-#define UNIT_WORDS (HALF_TILES * TILE_WORDS)
-#define STAGE_UNITS STAGE_UNITS_OF(X3_K)
-#define STAGE_WORDS (STAGE_UNITS * UNIT_WORDS)
+#define STAGE_UNITS LINEAR_STAGE_UNITS(X3_K)
 
 /* ---- walking over a block's units ------------------------------------------------------------------------------ */
 
@@ -21,6 +18,20 @@
 typedef struct segment {
     int begin, end, stripe;
 } segment;
+
+/* Block b's first unit; that of block b + 1 ends its last segment. */
+static __device__ __forceinline__ int first_unit(const linear_args &a, int b)
+{
+    return b * a.n_units_each + min(b, a.n_units_more);
+}
+
+/* The block whose unit this is. */
+static __device__ __forceinline__ int block_of(const linear_args &a, int unit)
+{
+    const int large = a.n_units_more * (a.n_units_each + 1); /* units of the blocks that have one more */
+
+    return unit < large ? unit / (a.n_units_each + 1) : a.n_units_more + (unit - large) / a.n_units_each;
+}
 
 static __device__ __forceinline__ segment segment_first(int first, int last, int n_units_in)
 {
@@ -47,162 +58,152 @@ static __device__ __forceinline__ int chain_units(segment s, int chain)
     return (s.end - s.begin - chain + N_CHAINS - 1) / N_CHAINS; /* may be 0: then (negative + 7) / 8 rounds to it */
 }
 
-/* What a warp copies into its ring: the units of its chain, for one half of the columns or for both in turn, segment by
- * segment. A copy instruction moves 16 bytes a lane; at K = 1 and 2 that is 4 and 2 units at once. */
+/* What a warp copies into its ring: the units of its chain, for each of its column parts in turn, segment by segment. Part
+ * p of a stripe is TILES tiles wide. A copy instruction moves 16 bytes a lane, and several units where they are small. */
 typedef struct feed {
     const uint32_t *from; /* this lane's bytes of the next unit */
-    int n_left;           /* units before this half of this segment ends; none at the very end */
+    int n_left;           /* units before this part of this segment ends; none at the very end */
     segment s;
-    int half;
+    int part;
 } feed;
 
-#define COPY_UNITS (X3_K <= 2 ? 4 / X3_K : 1)
-#define UNIT_PIECES (UNIT_WORDS / 4)
+/* In 16-byte pieces; units a copy instruction moves, a divisor of STAGE_UNITS. */
+#define UNIT_PIECES(TILES) ((TILES) * TILE_WORDS / 4)
+#define COPY_UNITS(TILES) \
+    (UNIT_PIECES(TILES) * 4 <= X3_WARP && STAGE_UNITS >= 4 ? 4 : UNIT_PIECES(TILES) * 2 <= X3_WARP ? 2 : 1)
 
-static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain, int lane)
+template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain, int lane)
 {
-    const int lane_unit = COPY_UNITS > 1 ? lane / UNIT_PIECES : 0, piece = lane - lane_unit * UNIT_PIECES;
-    const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain + N_CHAINS * lane_unit;
+    const int lane_unit = lane / UNIT_PIECES(TILES), piece = lane % UNIT_PIECES(TILES); /* 0, lane where one is copied */
+    const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain + N_CHAINS * (COPY_UNITS(TILES) > 1 ? lane_unit : 0);
+    const size_t tile = (size_t)unit * a.n_stripes * STRIPE_TILES + f->s.stripe * STRIPE_TILES + f->part * TILES;
 
     f->n_left = chain_units(f->s, chain);
-    f->from = a.words + ((size_t)unit * a.n_stripes * STRIPE_TILES + f->s.stripe * STRIPE_TILES + f->half * HALF_TILES) *
-                            TILE_WORDS + piece * 4;
+    f->from = a.words + tile * TILE_WORDS + (COPY_UNITS(TILES) > 1 ? piece : lane) * 4;
 }
 
-/* Goes on to where there is something left. HALVES: of the columns that the warp takes. */
-template <int HALVES> static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain,
-                                                                         int lane)
+/* Goes on to where there is something left. */
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain, int lane)
 {
-    while (f->n_left <= 0 && (f->s.end < last || (HALVES == 2 && f->half == 0))) {
-        if (HALVES == 2)
-            f->half ^= 1;
-        if (HALVES == 1 || f->half == 0)
+    const int beside = WARPS / N_CHAINS; /* parts that other warps take at the same time */
+
+    while (f->n_left <= 0 && (f->s.end < last || f->part + beside < STRIPE_TILES / TILES)) {
+        f->part += beside;
+        if (f->part >= STRIPE_TILES / TILES) {
+            f->part %= beside;
             f->s = segment_next(f->s, last, a.n_units_in);
-        feed_point(f, a, chain, lane);
+        }
+        feed_point<TILES>(f, a, chain, lane);
     }
 }
 
 /* Starts copying the next stage, as one group. `chain_step`: words from a unit of the chain to the next one. */
-template <int HALVES> static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage,
-                                                                        size_t chain_step, int last, int chain, int lane)
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage, size_t chain_step, int last,
+                                                  int chain, int lane)
 {
-    const int lane_unit = COPY_UNITS > 1 ? lane / UNIT_PIECES : 0;
+    constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
+    const int lane_unit = units > 1 ? lane / pieces : 0;
 
     if (f->n_left > 0) {
         const uint32_t *from = f->from;
 #pragma unroll
-        for (int u = 0; u < STAGE_UNITS; u += COPY_UNITS, from += COPY_UNITS * chain_step)
+        for (int u = 0; u < STAGE_UNITS; u += units, from += units * chain_step)
 #pragma unroll
-            for (int p = 0; p < UNIT_PIECES * COPY_UNITS; p += X3_WARP)
-                if (u + lane_unit < f->n_left &&
-                    (UNIT_PIECES * COPY_UNITS - p >= X3_WARP || lane < UNIT_PIECES * COPY_UNITS - p))
-                    copy_async_16(stage + u * UNIT_WORDS + (p + lane) * 4, from + p * 4);
+            for (int p = 0; p < pieces * units; p += X3_WARP)
+                if (u + lane_unit < f->n_left && (pieces * units - p >= X3_WARP || lane < pieces * units - p))
+                    copy_async_16(stage + u * TILES * TILE_WORDS + (p + lane) * 4, from + p * 4);
         f->from = from;
         f->n_left -= STAGE_UNITS;
         if (f->n_left <= 0)
-            feed_settle<HALVES>(f, a, last, chain, lane);
+            feed_settle<TILES, WARPS>(f, a, last, chain, lane);
     }
     copy_async_commit();
 }
 
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
 
-/* Rotated inputs 4 * lane .. of 128, as two half2: lane l holds inputs 4 (l % 4) .. of unit l / 4. In the A operand,
- * inputs 2q, 2q + 1 and 2q + 8, 2q + 9 of a unit belong to the same thread, so they are kept side by side. */
-static __device__ __forceinline__ uint2 rotate_inputs(const linear_args &a, int row, int block, int lane)
+/* Folded: the inputs of the block's units, [unit - first][row][q][2] words in the order of operands, behind 4 words of
+ * zeros for lanes without a row. */
+static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, segment s, int last, int warp,
+                                                        int n_warps, int lane)
 {
-    const size_t i = (size_t)block * X3_HADAMARD + 4 * lane;
-    float v[4];
+    const int first = s.begin;
 
-    load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
-    scale_4(v, a.suh, i);
-    hadamard_128(v, lane);
-    return make_uint2(half2_bits(__floats2half2_rn(v[0], v[1])), half2_bits(__floats2half2_rn(v[2], v[3])));
-}
-
-/* Folded: the inputs of the block's units, [unit - first][row][q][2] words. */
-static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, int first, int last,
-                                                        int warp, int n_warps, int lane)
-{
-    const int q = 2 * (lane & 1), high = (lane >> 1) & 1;
-
-    for (segment s = segment_first(first, last, a.n_units_in);; s = segment_next(s, last, a.n_units_in)) {
-        const int base = s.stripe * a.n_units_in;
-        const int block0 = (s.begin - base) / 8, n_blocks = (s.end - base + 7) / 8 - block0;
-        for (int item = warp; item < n_blocks * a.n_rows; item += n_warps) {
-            const int block = block0 + item / a.n_rows, row = item % a.n_rows;
-            const int unit = base + block * 8 + (lane >> 2);
-            const uint2 h = rotate_inputs(a, row, block, lane);
-            if (unit >= s.begin && unit < s.end) {
-                uint32_t *to = inputs + ((unit - first) * a.n_rows + row) * 8 + high;
-                to[2 * q] = h.x;
-                to[2 * q + 2] = h.y;
+    if (threadIdx.x < 4)
+        inputs[threadIdx.x] = 0;
+    for (;; s = segment_next(s, last, a.n_units_in)) {
+        const int base = s.stripe * a.n_units_in, n_blocks = (s.end - base + 7) / 8;
+        for (int block = (s.begin - base) / 8 + warp; block < n_blocks; block += n_warps)
+            for (int row = 0; row < a.n_rows; row++) {
+                const int unit = base + block * 8 + (lane >> 2);
+                uint32_t words[2];
+                rotate_inputs(a, row, block, lane, words);
+                if (unit >= s.begin && unit < s.end) {
+                    uint32_t *to = inputs + 4 + ((unit - first) * a.n_rows + row) * 8;
+                    to[operand_word(lane, 0)] = words[0];
+                    to[operand_word(lane, 1)] = words[1];
+                }
             }
-        }
         if (s.end == last)
             break;
     }
     __syncthreads();
 }
 
-/* A operands of one unit: folded, rows 0 .. 7 at most, at `from` in shared memory; else n blocks of 16 rows at `from`, in
- * global memory, `block_step` apart. */
-template <int BLOCKS, bool FOLDED>
-static __device__ __forceinline__ void inputs_load(const void *from, size_t block_step, bool has_row, uint32_t out[BLOCKS][4])
+/* B operands of one unit. Folded: 8 rows at most, at `from` in shared memory; else 16 rows at a time at `from` in global
+ * memory, `block_step` apart. */
+template <int GROUPS, bool FOLDED>
+static __device__ __forceinline__ void inputs_load(const void *from, size_t block_step, uint32_t out[GROUPS][2])
 {
-    if (FOLDED) {
-        uint2 h = make_uint2(0, 0);
-        if (has_row)
-            h = *(const uint2 *)from;
+    if constexpr (FOLDED) {
+        const uint2 h = *(const uint2 *)from;
         out[0][0] = h.x;
-        out[0][1] = 0;
-        out[0][2] = h.y;
-        out[0][3] = 0;
-        return;
-    }
+        out[0][1] = h.y;
+    } else {
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-        uint4 f = ((const uint4 *)from)[b * block_step];
-        out[b][0] = f.x;
-        out[b][1] = f.y;
-        out[b][2] = f.z;
-        out[b][3] = f.w;
+        for (int b = 0; b < GROUPS; b += 2) {
+            const uint4 f = ((const uint4 *)from)[b / 2 * block_step];
+            out[b][0] = f.x;
+            out[b][1] = f.y;
+            out[b + 1][0] = f.z;
+            out[b + 1][1] = f.w;
+        }
     }
 }
 
 /* ---- sums ---------------------------------------------------------------------------------------------------------- */
 
-/* Adds the chains of a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
-template <int BLOCKS, int HALVES>
-static __device__ __forceinline__ void add_chains(float (*acc)[HALF_TILES][2][4], float *sums, float *partial, int n_rows,
-                                                  int chain, int half, int lane)
+/* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
+template <int GROUPS, int TILES, int WARPS>
+static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float *sums, float *partial, int n_rows, int chain,
+                                                  int part, int pass, int lane)
 {
-    constexpr int cols = HALVES == 2 ? STRIPE_COLS / 2 : STRIPE_COLS, ld = cols + 8;
-    const int column0 = HALVES == 2 ? 0 : half * (STRIPE_COLS / 2);
+    constexpr int beside = WARPS / N_CHAINS, cols = beside * TILES * X3_TILE, ld = cols + LINEAR_SUMS_PAD;
+    const int row = 2 * (lane & 3), column = part % beside * TILES * X3_TILE + (lane >> 2);
 
 #pragma unroll
-    for (int part = 0; part < 2 * BLOCKS; part++) { /* 8 rows: they lie in registers 0, 1 or 2, 3 of a block */
-        const int n = min(8, n_rows - 8 * part), row = lane >> 2;
+    for (int group = 0; group < GROUPS; group++) {
+        const int n = min(8, n_rows - 8 * group);
         if (n <= 0)
             break;
-        float *to = sums + (chain * n + row) * ld + column0 + 2 * (lane & 3);
+        float *to = sums + (chain * n + row) * ld + column;
         __syncthreads(); /* the previous sums are read */
-        if (row < n)
 #pragma unroll
-            for (int t = 0; t < HALF_TILES; t++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int side = 0; side < 2; side++) {
-                    const float *c = acc[part / 2][t][side] + 2 * (part & 1);
-                    *(float2 *)(to + t * X3_TILE + side * 8) = make_float2(c[0], c[1]);
-                }
+            for (int i = 0; i < 4; i++)
+                if (row + (i & 1) < n)
+                    to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[group][t][i];
         __syncthreads();
-        for (int i = threadIdx.x; i < n * cols; i += blockDim.x) {
-            const int r = i / cols, column = i % cols;
-            float sum = sums[r * ld + column];
+        for (int i = threadIdx.x; i < n * cols; i += WARPS * X3_WARP) {
+            const int r = i / cols, c = i % cols;
+            float sum = sums[r * ld + c];
 #pragma unroll
             for (int k = 1; k < N_CHAINS; k++)
-                sum += sums[(k * n + r) * ld + column];
-            __stcg(partial + (8 * part + r) * STRIPE_COLS + (HALVES == 2 ? half * cols : 0) + column, sum);
+                sum += sums[(k * n + r) * ld + c];
+            __stcg(partial + (8 * group + r) * STRIPE_COLS + pass * cols + c, sum);
         }
     }
 }
@@ -231,18 +232,21 @@ static __device__ __forceinline__ void finish_stripe(const linear_args &a, const
     }
 }
 
-/* True in all threads of the block that is the last of n to arrive; that one leaves the counter at zero. */
-static __device__ __forceinline__ bool last_to_arrive(int *counter, int n)
+/* True in all threads of the block that is the last to have written its sums of `stripe`; that one leaves the counter at
+ * zero. *from and *to: the blocks that share the stripe. */
+static __device__ __forceinline__ bool last_to_arrive(const linear_args &a, int *counter, int stripe, int *from, int *to)
 {
     __shared__ int is_last;
 
-    __threadfence();
+    *from = block_of(a, stripe * a.n_units_in);
+    *to = block_of(a, (stripe + 1) * a.n_units_in - 1);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(counter, 1) == n - 1;
+    if (threadIdx.x == 0) { /* acquire and release: for all writes of the block before, all its reads after the barriers */
+        int arrived;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(arrived) : "l"(counter) : "memory");
+        is_last = arrived == *to - *from;
         if (is_last)
             *counter = 0;
-        __threadfence();
     }
     __syncthreads();
     return is_last;
@@ -250,90 +254,96 @@ static __device__ __forceinline__ bool last_to_arrive(int *counter, int n)
 
 /* ---- the kernel ---------------------------------------------------------------------------------------------------- */
 
-/* acc += inputs of one unit times its four tiles at `tiles`. */
-template <int CODEBOOK, int BLOCKS>
-static __device__ __forceinline__ void multiply_unit(float (*acc)[HALF_TILES][2][4], const uint32_t (*in)[4],
-                                                     const uint32_t *tiles, lane_bits bits)
+/* acc += inputs of one unit times its tiles. */
+template <int CODEBOOK, int GROUPS, int TILES>
+static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], const uint32_t (*in)[2], const uint32_t *tiles,
+                                                     lane_bits bits, ones o)
 {
 #pragma unroll
-    for (int t = 0; t < HALF_TILES; t++) {
-        uint32_t b[4];
-        decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, b);
+    for (int t = 0; t < TILES; t++) {
+        uint32_t w[4];
+        decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++) {
-            mma_16x8x16(acc[m][t][0], in[m], b[0], b[1]);
-            mma_16x8x16(acc[m][t][1], in[m], b[2], b[3]);
-        }
+        for (int g = 0; g < GROUPS; g++)
+            mma_f16(acc[g][t], w, in[g]);
     }
 }
 
-/* Warp w: chain w % 8; with 16 warps each takes one half of the columns, with 8 each takes both, one after the other. */
-template <int CODEBOOK, int BLOCKS, int WARPS, bool FOLDED>
-static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
+/* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
+ * of 8 rows. */
+template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
+static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_BLOCKS : 1) linear(const __grid_constant__ linear_args a)
 {
-    constexpr int halves = 2 * N_CHAINS / WARPS;
+    constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS, passes = STRIPE_TILES / TILES * N_CHAINS / WARPS;
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
-    const int n_blocks = gridDim.x, n_units = a.n_units_in * a.n_stripes;
-    const int first = (int)((int64_t)blockIdx.x * n_units / n_blocks);
-    const int last = (int)((int64_t)(blockIdx.x + 1) * n_units / n_blocks);
-    const int first_row = blockIdx.y * BLOCKS * 16, n_rows = min(a.n_rows - first_row, FOLDED ? 8 : BLOCKS * 16);
+    const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1);
+    const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8);
     const size_t chain_step = (size_t)N_CHAINS * a.n_stripes * STRIPE_TILES * TILE_WORDS;
     const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_units_in * X3_WARP;
-    const lane_bits bits = lane_bits_of<X3_K>(lane);
-    uint32_t *ring = shared + (size_t)warp * a.n_stages * STAGE_WORDS;
-    float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * STAGE_WORDS);
-    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + 8)); /* folded alone */
+    lane_bits bits = lane_bits_of<X3_K>(lane);
+    ones o = ones_of<CODEBOOK>(lane);
+    uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
+    float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
+    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD)); /* folded alone */
 
+    bits.word = (int)opaque((uint32_t)bits.word);
+    bits.before = (int)opaque((uint32_t)bits.before);
+    bits.before2 = X3_K >= 5 ? (int)opaque((uint32_t)bits.before2) : 0;
+    bits.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
+    o.b[0] = opaque(o.b[0]);
+    o.b[1] = opaque(o.b[1]);
     release_next_kernel();
     feed f = {};
-    f.s = segment_first(first, last, a.n_units_in);
-    f.half = halves == 2 ? 0 : warp / N_CHAINS;
-    feed_point(&f, a, chain, lane);
-    feed_settle<halves>(&f, a, last, chain, lane);
-    for (int s = 0; s < a.n_stages - 1; s++)
-        feed_stage<halves>(&f, a, ring + s * STAGE_WORDS, chain_step, last, chain, lane);
+    segment s = segment_first(first, last, a.n_units_in);
+    f.s = s;
+    f.part = warp / N_CHAINS;
+    feed_point<TILES>(&f, a, chain, lane);
+    feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
+    for (int i = 0; i < a.n_stages - 1; i++)
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, chain_step, last, chain, lane);
     wait_for_previous_kernel();
     if (FOLDED)
-        rotate_for_block(a, inputs, first, last, warp, WARPS, lane);
+        rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
 
     int now = 0;
-    for (segment s = segment_first(first, last, a.n_units_in);; s = segment_next(s, last, a.n_units_in)) {
+    for (;; s = segment_next(s, last, a.n_units_in)) {
         float *partial = a.partial + (blockIdx.x + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS;
-        for (int pass = 0; pass < halves; pass++) {
-            float acc[BLOCKS][HALF_TILES][2][4] = {};
-            uint32_t in[BLOCKS][4];
-            const bool has_row = lane >> 2 < a.n_rows;
-            const size_t in_step = FOLDED ? (size_t)N_CHAINS * a.n_rows * 32 : (size_t)N_CHAINS * X3_WARP * 16;
-            const char *from = FOLDED ? (const char *)(inputs + ((s.begin + chain - first) * a.n_rows + (lane >> 2)) * 8 +
-                                                       2 * (lane & 3))
-                                      : (const char *)(a.fragments + (size_t)blockIdx.y * BLOCKS * block_step +
-                                                       (s.begin + chain - s.stripe * a.n_units_in) * X3_WARP + lane);
+        for (int pass = 0; pass < passes; pass++) {
+            float acc[GROUPS][TILES][4] = {};
+            uint32_t in[GROUPS][2];
+            const bool has_row = !FOLDED || lane >> 2 < a.n_rows;
+            const int in_step = !has_row ? 0 : FOLDED ? N_CHAINS * a.n_rows * 32 : N_CHAINS * X3_WARP * 16;
+            const char *from = !FOLDED ? (const char *)(a.fragments + (size_t)blockIdx.y * (GROUPS / 2) * block_step +
+                                                        (s.begin + chain - s.stripe * a.n_units_in) * X3_WARP + lane)
+                               : has_row ? (const char *)(inputs + 4 + ((s.begin + chain - first) * a.n_rows + (lane >> 2)) * 8 +
+                                                          2 * (lane & 3))
+                                         : (const char *)inputs;
             for (int n_left = chain_units(s, chain); n_left > 0; n_left -= STAGE_UNITS) {
                 if (a.n_stages == 4)
                     copy_async_wait<2>();
+                else if (a.n_stages == 3)
+                    copy_async_wait<1>();
                 else
                     copy_async_wait<0>();
                 __syncwarp();
-                const uint32_t *stage = ring + now * STAGE_WORDS;
-                feed_stage<halves>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * STAGE_WORDS, chain_step, last,
-                                   chain, lane);
+                const uint32_t *stage = ring + now * stage_words;
+                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, chain_step, last,
+                                         chain, lane);
 #pragma unroll
                 for (int u = 0; u < STAGE_UNITS; u++) {
                     if (u >= n_left)
                         break;
-                    inputs_load<BLOCKS, FOLDED>(from, block_step, has_row, in);
+                    inputs_load<GROUPS, FOLDED>(from, block_step, in);
                     from += in_step;
-                    multiply_unit<CODEBOOK, BLOCKS>(acc, in, stage + u * UNIT_WORDS, bits);
+                    multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
                 }
                 now = now + 1 == a.n_stages ? 0 : now + 1;
             }
-            add_chains<BLOCKS, halves>(acc, sums, partial, n_rows, chain, halves == 2 ? pass : warp / N_CHAINS, lane);
+            add_chains<GROUPS, TILES, WARPS>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
         }
-        const int base = s.stripe * a.n_units_in; /* blocks that hold the first and the last unit of this stripe */
-        const int from = (int)((((int64_t)base + 1) * n_blocks - 1) / n_units);
-        const int to = (int)((((int64_t)base + a.n_units_in) * n_blocks - 1) / n_units);
-        if (last_to_arrive(a.counters + blockIdx.y * a.n_stripes + s.stripe, to - from + 1))
+        int from, to;
+        if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
             finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
                           slot_floats, s.stripe, first_row, n_rows, warp, WARPS, lane);
         if (s.end == last)
@@ -341,54 +351,181 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     }
 }
 
-/* ---- reconstruction -------------------------------------------------------------------------------------------------- */
+/* ---- the weight as a matrix ------------------------------------------------------------------------------------------ */
 
-#define RECONSTRUCT_WARPS 8
-#define RECONSTRUCT_LD (STRIPE_COLS + 8) /* float16 a row: 16 bytes of padding keep the banks apart */
+#define MATRIX_WARPS 8
+#define MATRIX_LD (STRIPE_COLS + 8) /* float16 a row in shared memory: 16 bytes of padding keep the banks apart */
 
-/* A warp writes 16 x 128 numbers of out [n_units * 16][n_stripes * 128]. An 8x8 block comes out of the decoder with
- * its columns across the lanes; movmatrix turns it so that rows can be written. */
-template <int CODEBOOK, typename OUT>
-static __global__ void __launch_bounds__(RECONSTRUCT_WARPS *X3_WARP)
-    reconstruct(const uint32_t *words, OUT *out, int n_units, int n_stripes)
+/* A 16 x 16 operand, columns of the weight across the lanes, to its place in rows of shared memory. `row` gives the row of
+ * index i of the operand's second dimension; words as in the A operand of mma_f16. */
+template <typename ROW> static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w[4], int lane, ROW row)
 {
-    __shared__ __align__(16) __half rows[RECONSTRUCT_WARPS][X3_TILE * RECONSTRUCT_LD];
+#if __CUDA_ARCH__ >= 900
+    /* lane 8 m + r gives the address of row r of block m, as stored */
+    const __half *at = to + row((lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + 8 * (lane >> 3 & 1);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(at)),
+                 "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t turned;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(w[i]));
+        *(uint32_t *)(to + row((lane >> 2) + 8 * (i >> 1)) * MATRIX_LD + 8 * (i & 1) + 2 * (lane & 3)) = turned;
+    }
+#endif
+}
+
+/* 16 rows of 128 float16 from shared memory to `to` [..][n_out], by one warp: two rows at a time, 8 numbers a lane. */
+template <typename OUT> static __device__ __forceinline__ void rows_out(const __half *rows, OUT *to, size_t n_out, int lane)
+{
+#pragma unroll
+    for (int i = 0; i < X3_TILE / 2; i++) {
+        const int row = 2 * i + (lane >> 4), column = 8 * (lane & 15);
+        const uint4 h = *(const uint4 *)(rows + row * MATRIX_LD + column);
+        if (sizeof(OUT) == 2) {
+            *(uint4 *)(to + row * n_out + column) = h;
+        } else {
+            const float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
+            const float2 r = __half22float2(bits_half2(h.z)), s = __half22float2(bits_half2(h.w));
+            float4 *f = (float4 *)(to + row * n_out + column);
+            f[0] = make_float4(p.x, p.y, q.x, q.y);
+            f[1] = make_float4(r.x, r.y, s.x, s.y);
+        }
+    }
+}
+
+/* Wq [n_units * 16][n_stripes * 128], a warp 16 x 128 at a time. */
+template <int CODEBOOK, typename OUT>
+static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP) reconstruct(const uint32_t *words, OUT *out, int n_units,
+                                                                            int n_stripes)
+{
+    __shared__ __align__(16) __half rows[MATRIX_WARPS][X3_TILE * MATRIX_LD];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
-    const int64_t n_pieces = (int64_t)n_units * n_stripes, step = (int64_t)gridDim.x * RECONSTRUCT_WARPS;
+    const ones o = ones_of<CODEBOOK>(lane);
+    const int64_t n_pieces = (int64_t)n_units * n_stripes, step = (int64_t)gridDim.x * MATRIX_WARPS;
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
 
-    for (int64_t piece = (int64_t)blockIdx.x * RECONSTRUCT_WARPS + warp; piece < n_pieces; piece += step) {
+    for (int64_t piece = (int64_t)blockIdx.x * MATRIX_WARPS + warp; piece < n_pieces; piece += step) {
         const uint32_t *tiles = words + piece * STRIPE_TILES * TILE_WORDS;
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++) {
+            uint32_t w[4];
+            decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
+            store_turned(rows[warp] + t * X3_TILE, w, lane, tile_operand_row);
+        }
+        __syncwarp();
+        rows_out(rows[warp], out + piece / n_stripes * X3_TILE * n_out + piece % n_stripes * STRIPE_COLS, n_out, lane);
+        __syncwarp();
+    }
+}
+
+/* Two float16 of +-1: entries [row][column] and [row][next] of the 16 x 16 Sylvester-Hadamard matrix. */
+static __device__ __forceinline__ uint32_t signs_of(int row, int column, int next)
+{
+    return (__popc(row & column) & 1 ? 0xBC00u : 0x3C00u) | (__popc(row & next) & 1 ? 0xBC000000u : 0x3C000000u);
+}
+
+/* x[0 .. 7] times the 8 x 8 Hadamard matrix, for n numbers each. */
+template <int N> static __device__ __forceinline__ void hadamard_8(float x[8][N])
+{
+#pragma unroll
+    for (int stride = 1; stride < 8; stride *= 2)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if ((i & stride) == 0) {
+                    const float low = x[i][j], high = x[i + stride][j];
+                    x[i][j] = low + high;
+                    x[i + stride][j] = low - high;
+                }
+}
+
+/* A 16 x 16 float32 tile [column g | g + 8][row 2 q, 2 q + 1 | + 8] of the registers of two products, rounded, to shared memory. */
+static __device__ __forceinline__ void store_tile(__half *to, const float d[8], int lane)
+{
+    uint32_t w[4];
+
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        w[i] = half2_bits(__floats2half2_rn(d[2 * i], d[2 * i + 1]));
+    store_turned(to, w, lane, [](int i) { return i; });
+}
+
+/* diag(suh) Hd Wq Hd diag(svh), rounded to float16, [n_units * 16][n_stripes * 128]; a block of threads 128 x 128 at a time.
+ * A 128-point transform is a 16-point one inside the tiles, a product with a matrix of signs on the tensor cores, and an
+ * 8-point one between tiles, in registers. First a warp has 16 rows: rows inside tiles, columns between tiles. Then, by way
+ * of shared memory and rounded once, it has 16 columns: columns inside tiles, rows between tiles. */
+template <int CODEBOOK>
+static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
+    dense(const uint32_t *words, const uint16_t *suh, const uint16_t *svh, __half *out, int n_units, int n_stripes)
+{
+    __shared__ __align__(16) __half rows[X3_HADAMARD * MATRIX_LD];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const lane_bits bits = lane_bits_of<X3_K>(lane);
+    const ones o = ones_of<CODEBOOK>(lane);
+    const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
+    uint32_t signs[2][2]; /* rows in the order of decode_tile, by new rows g and g + 8 */
+
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        signs[i >> 1][i & 1] = signs_of(g + 8 * (i >> 1), tile_operand_row(2 * q + 8 * (i & 1)),
+                                        tile_operand_row(2 * q + 8 * (i & 1) + 1));
+    for (int piece = blockIdx.x; piece < n_units / STRIPE_TILES * n_stripes; piece += gridDim.x) {
+        const int stripe = piece % n_stripes, row0 = piece / n_stripes * X3_HADAMARD;
+        const uint32_t *tiles = words + ((size_t)(row0 / X3_TILE + warp) * n_stripes + stripe) * STRIPE_TILES * TILE_WORDS;
+        float d[8][8] = {};
+#pragma unroll
+        for (int t = 0; t < STRIPE_TILES; t++) {
+            uint32_t w[4];
+            decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
+            mma_f16(d[t], w, signs[0]);
+            mma_f16(d[t] + 4, w, signs[1]);
+        }
+        hadamard_8<8>(d);
+#pragma unroll
+        for (int t = 0; t < STRIPE_TILES; t++)
+            store_tile(rows + warp * X3_TILE * MATRIX_LD + t * X3_TILE, d[t], lane);
+        __syncthreads();
+        const __half2 scale[2] = {__half2half2(__ushort_as_half(svh[stripe * STRIPE_COLS + warp * X3_TILE + g])),
+                                  __half2half2(__ushort_as_half(svh[stripe * STRIPE_COLS + warp * X3_TILE + g + 8]))};
+        uint32_t a[4]; /* signs with the output scale: exact in float16 */
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            a[i] = half2_bits(__hmul2(bits_half2(signs_of(g + 8 * (i & 1), 2 * q + 8 * (i >> 1), 2 * q + 8 * (i >> 1) + 1)),
+                                      scale[i & 1]));
+#pragma unroll
+        for (int t = 0; t < 8; t++) {
             uint32_t b[4];
-            decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, b);
+            const __half *at = rows + (t * X3_TILE + (lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + warp * X3_TILE + 8 * (lane >> 3 & 1);
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                         : "r"((uint32_t)__cvta_generic_to_shared(at))
+                         : "memory");
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                uint32_t turned;
-                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(b[i]));
-                *(uint32_t *)(rows[warp] + ((lane >> 2) + 8 * (i & 1)) * RECONSTRUCT_LD + t * X3_TILE + 8 * (i >> 1) +
-                              2 * (lane & 3)) = turned;
-            }
+            for (int i = 0; i < 8; i++)
+                d[t][i] = 0;
+            mma_f16(d[t], a, b);
+            mma_f16(d[t] + 4, a, b + 2);
         }
-        __syncwarp();
-        OUT *to = out + (piece / n_stripes) * X3_TILE * n_out + (piece % n_stripes) * STRIPE_COLS;
+        hadamard_8<8>(d);
+        __syncthreads(); /* all is read */
 #pragma unroll
-        for (int i = 0; i < 8; i++) { /* two rows at a time, 8 numbers a lane */
-            const int row = 2 * i + (lane >> 4), column = 8 * (lane & 15);
-            uint4 h = *(const uint4 *)(rows[warp] + row * RECONSTRUCT_LD + column);
-            if (sizeof(OUT) == 2) {
-                *(uint4 *)(to + row * n_out + column) = h;
-            } else {
-                float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
-                float2 r = __half22float2(bits_half2(h.z)), s = __half22float2(bits_half2(h.w));
-                float4 *f = (float4 *)(to + row * n_out + column);
-                f[0] = make_float4(p.x, p.y, q.x, q.y);
-                f[1] = make_float4(r.x, r.y, s.x, s.y);
-            }
+        for (int t = 0; t < 8; t++) {
+            const float2 low = __half22float2(*(const __half2 *)(suh + row0 + t * X3_TILE + 2 * q));
+            const float2 high = __half22float2(*(const __half2 *)(suh + row0 + t * X3_TILE + 8 + 2 * q));
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                d[t][i] *= (i < 4 ? (i & 1 ? low.y : low.x) : (i & 1 ? high.y : high.x)) * (1.0f / X3_HADAMARD);
+            store_tile(rows + t * X3_TILE * MATRIX_LD + warp * X3_TILE, d[t], lane);
         }
-        __syncwarp();
+        __syncthreads();
+        rows_out(rows + warp * X3_TILE * MATRIX_LD, out + (size_t)(row0 + warp * X3_TILE) * n_out + stripe * STRIPE_COLS, n_out,
+                 lane);
+        __syncthreads();
     }
 }
 
@@ -396,12 +533,16 @@ static __global__ void __launch_bounds__(RECONSTRUCT_WARPS *X3_WARP)
 
 template <int CODEBOOK> static void fill(linear_kernels *k)
 {
-    k->linear[CODEBOOK][LINEAR_FOLDED] = (const void *)linear<CODEBOOK, 1, 16, true>;
-    k->linear[CODEBOOK][LINEAR_16] = (const void *)linear<CODEBOOK, 1, 16, false>;
-    k->linear[CODEBOOK][LINEAR_32] = (const void *)linear<CODEBOOK, 2, 16, false>;
-    k->linear[CODEBOOK][LINEAR_64] = (const void *)linear<CODEBOOK, 4, 8, false>;
+#define SHAPE(s, folded) \
+    (const void *)linear<CODEBOOK, LINEAR_GROUPS(s), LINEAR_TILES(s), LINEAR_WARPS(s), folded>
+    k->linear[CODEBOOK][LINEAR_FOLDED] = SHAPE(LINEAR_FOLDED, true);
+    k->linear[CODEBOOK][LINEAR_16] = SHAPE(LINEAR_16, false);
+    k->linear[CODEBOOK][LINEAR_32] = SHAPE(LINEAR_32, false);
+    k->linear[CODEBOOK][LINEAR_64] = SHAPE(LINEAR_64, false);
+#undef SHAPE
     k->reconstruct[CODEBOOK][X3_CUDA_F32] = (const void *)reconstruct<CODEBOOK, float>;
     k->reconstruct[CODEBOOK][X3_CUDA_F16] = (const void *)reconstruct<CODEBOOK, __half>;
+    k->dense[CODEBOOK] = (const void *)dense<CODEBOOK>;
 }
 
 #define NAME_OF(k) x3_linear_kernels_k##k
