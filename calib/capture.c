@@ -70,15 +70,13 @@ struct capture {
     x3_hessian **hessians;
 };
 
-static x3_status on_input(void *arg, const x3_layer_desc *layer, int input, const float *d_x, size_t n_rows, size_t n,
-                          x3_err *err)
+static x3_status on_input(void *arg, const x3_captured *in, x3_err *err)
 {
     struct capture *c = arg;
 
-    (void)layer;
     if (c->original)
-        return c->dev->ops->copy(c->dev, c->d_original[input], d_x, n_rows * n * sizeof *d_x, err);
-    return x3_hessian_add(c->hessians[input], d_x, c->d_original[input], n_rows, err);
+        return c->dev->ops->copy(c->dev, c->d_original[in->input], in->d_x, in->n_rows * in->n * sizeof *in->d_x, err);
+    return x3_hessian_add(c->hessians[in->input], in->d_x, c->d_original[in->input], in->n_rows, err);
 }
 
 /* Rows [row, row + n) of a path through the layer; the result stays in r->d_x. */

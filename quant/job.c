@@ -119,12 +119,11 @@ struct batch {
 
 static x3_status load_source(x3_job *job, const x3_linear_desc *d, const float **d_w, x3_err *err)
 {
-    const x3_tensor *t = x3_checkpoint_weight(job->source, d);
     float *host = NULL, *device = NULL;
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(job->source, t, 0, d->n_out, host, err));
+    X3_TRY(rc, out, x3_dense_read(job->source, d, 0, d->n_out, host, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &device, d->n_out * d->n_in, err));
     *d_w = device;
     X3_TRY(rc, out, job->dev->ops->upload(job->dev, device, host, d->n_out * d->n_in * sizeof *host, err));

@@ -363,6 +363,9 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);
         goto out;
     }
+    for (size_t i = 0; i < job->source->model->n_layers; i++)
+        if (job->source->model->layers[i].ffn == X3_FFN_MOE)
+            return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: experts are not quantized by this version yet", job->o.model);
     if (job->o.n_texts > 0)
         X3_TRY(rc, out, read_text(job, err));
     X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie, err));
