@@ -193,7 +193,7 @@ out:
 /* error of q against `t` [n_out][n_in] relative to tr(W' A W) and |W|^2. d_effective is the quantized weight,
  * [n_in_padded][n_out_padded], and stays. */
 static x3_status relative_error(const x3_quant_input *in, const x3_regular *g, const float *d_t, const float *d_w,
-                                const float *d_effective, double *output_error, double *squares, x3_err *err)
+                                const float *d_effective, double *output_error, double *squares, double *energy, x3_err *err)
 {
     const size_t size = g->n_in_padded * g->n_out_padded;
     double error, norm, error_squares, norm_squares;
@@ -209,6 +209,7 @@ static x3_status relative_error(const x3_quant_input *in, const x3_regular *g, c
     X3_TRY(rc, out, in->dev->ops->axpy(in->dev, -1, d_effective, d_e, size, err));
     X3_TRY(rc, out, x3_quant_error(in, d_e, g->n_out_padded, &error, &error_squares, err));
     *output_error = norm > 0 ? error / norm : 0;
+    *energy = norm;
     *squares = norm_squares > 0 ? error_squares / norm_squares : 0;
 out:
     x3_device_free(in->dev, d_e);
@@ -281,8 +282,8 @@ static x3_status finish(struct work *w, x3_quant_linear *q, const x3_quant_input
     X3_TRY(rc, out, upload_scales(in->dev, w->suh, g->n_in_padded, &q->suh, &q->weight.suh, err));
     X3_TRY(rc, out, upload_scales(in->dev, w->svh, g->n_out_padded, &q->svh, &q->weight.svh, err));
     X3_TRY(rc, out, effective(in, g, w->d_q, q, err));
-    X3_TRY(rc, out, relative_error(in, g, q->d_w, q->d_w, w->d_q, &q->error_source, &q->error_weight, err));
-    X3_TRY(rc, out, relative_error(in, g, w->d_t, q->d_w, w->d_q, &q->error_target, &unused, err));
+    X3_TRY(rc, out, relative_error(in, g, q->d_w, q->d_w, w->d_q, &q->error_source, &q->error_weight, &q->energy, err));
+    X3_TRY(rc, out, relative_error(in, g, w->d_t, q->d_w, w->d_q, &q->error_target, &unused, &unused, err));
     if (options->noise) {
         x3_device_free(in->dev, (void *)(uintptr_t)q->weight.suh);
         x3_device_free(in->dev, (void *)(uintptr_t)q->weight.svh);

@@ -1,62 +1,25 @@
-#include "quant/measure.h"
-
+/* Order of a measurement, and its file. measure_layer.c disturbs and runs the layers. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "calib/capture.h"
 #include "formats/exl3.h"
 #include "formats/io.h"
+#include "quant/measure_internal.h"
 
-#define SCORE_COLS 256 /* positions of a row whose logits are compared */
-#define CHUNK 128      /* positions whose logits are in memory at once */
+#define CHUNK 128 /* positions whose logits are in memory at once */
 
-/* One disturbed linear. */
-struct path {
-    const x3_linear_desc *linear;
-    x3_hidden_state *states;
-    double error; /* relative output error of the noise */
-};
-
-/* Rows of one length with their clean states. */
-struct rows {
-    int32_t *ids;
-    size_t n, cols;
-    x3_layer_runner runner;
-    x3_hidden_state *clean;
-};
-
-struct measure {
-    x3_measure_options o;
-    x3_job_events events;
-    x3_device *dev;
-    x3_checkpoint *source;
-    x3_corpus *corpus;
-    struct rows calibration, scored;
-    struct path *paths; /* of this pass */
-    size_t n_paths, max_paths;
-    cJSON *file, *linears; /* the file and its list, borrowed */
-    double done, total;    /* layer runs of one path, for progress */
-};
-
-static void note(const struct measure *s, const char *text)
+static void note(const struct x3_measure *s, const char *text)
 {
     if (s->events.note != NULL)
         s->events.note(s->events.arg, text);
 }
 
-static void progress(struct measure *s, double step, const char *what)
-{
-    s->done += step;
-    if (s->events.progress != NULL)
-        s->events.progress(s->events.arg, s->done, s->total, what);
-}
-
 /* ---- text and states ---- */
 
-static x3_status take_rows(struct rows *r, const int32_t *ids, size_t n, size_t cols, x3_err *err)
+static x3_status take_rows(struct x3_measured_rows *r, const int32_t *ids, size_t n, size_t cols, x3_err *err)
 {
     x3_status rc = x3_alloc(&r->ids, n * cols, sizeof *r->ids, err);
 
@@ -69,9 +32,9 @@ static x3_status take_rows(struct rows *r, const int32_t *ids, size_t n, size_t 
 
 /* The scored rows come first and are others than those that calibrate: noise that avoids what the calibration has seen
  * would look harmless on it. They get at most a quarter of the text. */
-static x3_status read_rows(struct measure *s, x3_err *err)
+static x3_status read_rows(struct x3_measure *s, x3_err *err)
 {
-    const size_t wanted = s->o.score_rows * SCORE_COLS + s->o.rows * s->o.cols;
+    const size_t wanted = s->o.score_rows * X3_MEASURE_COLS + s->o.rows * s->o.cols;
     x3_tokenizer *tokenizer = NULL;
     size_t n = 0, n_scored, n_rows;
     int32_t *ids = NULL;
@@ -88,20 +51,20 @@ static x3_status read_rows(struct measure *s, x3_err *err)
                          s->source->model->vocab);
             goto out;
         }
-    n_scored = x3_min_size(s->o.score_rows, n / 4 / SCORE_COLS);
-    n_rows = x3_min_size(s->o.rows, (n - n_scored * SCORE_COLS) / s->o.cols);
+    n_scored = x3_min_size(s->o.score_rows, n / 4 / X3_MEASURE_COLS);
+    n_rows = x3_min_size(s->o.rows, (n - n_scored * X3_MEASURE_COLS) / s->o.cols);
     if (n_scored == 0 || n_rows == 0) {
         rc = x3_fail(err, X3_ERR_INPUT, "the text has %zu tokens; a measurement takes at least %d, and a row of %zu beside "
-                     "the quarter that is scored (run --uniform does without)", n, 4 * SCORE_COLS, s->o.cols);
+                     "the quarter that is scored (run --uniform does without)", n, 4 * X3_MEASURE_COLS, s->o.cols);
         goto out;
     }
     if (n < wanted) {
         snprintf(text, sizeof text, "measuring with %zu rows of %zu tokens and %zu of %d, which the text gives", n_rows,
-                 s->o.cols, n_scored, SCORE_COLS);
+                 s->o.cols, n_scored, X3_MEASURE_COLS);
         note(s, text);
     }
-    X3_TRY(rc, out, take_rows(&s->scored, ids, n_scored, SCORE_COLS, err));
-    rc = take_rows(&s->calibration, ids + n_scored * SCORE_COLS, n_rows, s->o.cols, err);
+    X3_TRY(rc, out, take_rows(&s->scored, ids, n_scored, X3_MEASURE_COLS, err));
+    rc = take_rows(&s->calibration, ids + n_scored * X3_MEASURE_COLS, n_rows, s->o.cols, err);
 out:
     free(ids);
     free(path);
@@ -109,12 +72,12 @@ out:
     return rc;
 }
 
-static x3_status create_states(const struct measure *s, const struct rows *r, x3_hidden_state **out, x3_err *err)
+x3_status x3_measure_states(const struct x3_measure *s, const struct x3_measured_rows *r, x3_hidden_state **out, x3_err *err)
 {
     return x3_hidden_state_create(out, "", "measured", r->n, r->cols * s->source->model->hidden, true, err);
 }
 
-static x3_status embed(const struct measure *s, struct rows *r, x3_err *err)
+static x3_status embed(const struct x3_measure *s, struct x3_measured_rows *r, x3_err *err)
 {
     float *row = NULL;
     x3_status rc;
@@ -129,130 +92,6 @@ out:
     return rc;
 }
 
-static x3_status copy_states(const struct measure *s, const x3_hidden_state *from, x3_hidden_state *to, x3_err *err)
-{
-    x3_status rc = X3_OK;
-
-    for (size_t i = 0; i < s->scored.n && rc == X3_OK; i++)
-        rc = x3_hidden_state_write(to, i, 1, from->ram + i * from->row_floats, err);
-    return rc;
-}
-
-/* ---- a layer ---- */
-
-static x3_status load_weight(struct measure *s, const x3_linear_desc *d, const float **d_w, x3_err *err)
-{
-    const x3_tensor *t = x3_checkpoint_weight(s->source, d);
-    float *host = NULL, *device = NULL;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(s->source, t, 0, d->n_out, host, err));
-    X3_TRY(rc, out, x3_device_floats(s->dev, &device, d->n_out * d->n_in, err));
-    *d_w = device;
-    X3_TRY(rc, out, s->dev->ops->upload(s->dev, device, host, d->n_out * d->n_in * sizeof *host, err));
-    rc = s->dev->ops->sync(s->dev, err);
-out:
-    free(host);
-    return rc;
-}
-
-/* A new path: the layer with linear i disturbed. The layer's weights are as they were afterwards. */
-static x3_status disturb(struct measure *s, x3_layer_weights *w, size_t i, const x3_quant_linear *q, x3_err *err)
-{
-    x3_weight old = w->linears[i];
-    struct path *p = &s->paths[s->n_paths];
-    x3_status rc;
-
-    *p = (struct path){.linear = &w->desc->linears[i], .error = q->error_source};
-    X3_TRY(rc, out, create_states(s, &s->scored, &p->states, err));
-    s->n_paths++;
-    X3_TRY(rc, out, copy_states(s, s->scored.clean, p->states, err));
-    w->linears[i] = q->weight;
-    w->linears[i].bias = old.bias;
-    rc = x3_run_layer(&s->scored.runner, w, p->states, err);
-    w->linears[i] = old;
-out:
-    return rc;
-}
-
-/* Linears [first, first + n) of the layer share an input. */
-static x3_status disturb_input(struct measure *s, x3_layer_weights *w, size_t first, size_t n, const x3_hessian *h, x3_err *err)
-{
-    const x3_quant_options options = {.codebook = s->o.codebook, .damping = 0.025, .seed = s->o.seed, .noise = true};
-    x3_quant_linear *linears = NULL;
-    bool uncalibrated = false;
-    char group[512];
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&linears, n, sizeof *linears, err));
-    for (size_t i = 0; i < n; i++) {
-        const x3_linear_desc *d = &w->desc->linears[first + i];
-        linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = X3_MEASURE_K};
-        X3_TRY(rc, out, load_weight(s, d, &linears[i].d_w, err));
-    }
-    snprintf(group, sizeof group, "%s.input%d", w->desc->prefix, w->desc->linears[first].input);
-    X3_TRY(rc, out, x3_quantize_group(s->dev, &options, group, h, linears, n, &uncalibrated, err));
-    for (size_t i = 0; i < n; i++) {
-        X3_TRY(rc, out, disturb(s, w, first + i, &linears[i], err));
-        progress(s, 1, linears[i].name);
-    }
-out:
-    for (size_t i = 0; linears != NULL && i < n; i++) {
-        x3_device_free(s->dev, (void *)(uintptr_t)linears[i].d_w);
-        x3_quant_linear_free(s->dev, &linears[i]);
-    }
-    free(linears);
-    return rc;
-}
-
-static size_t n_quantized(const x3_layer_desc *l)
-{
-    size_t n = 0;
-
-    for (size_t i = 0; i < l->n_linears; i++)
-        n += l->linears[i].quantized;
-    return n;
-}
-
-/* The clean rows and all paths through a layer; with `starts`, new paths begin here. */
-static x3_status run_layer(struct measure *s, size_t layer, bool starts, x3_err *err)
-{
-    const x3_layer_desc *l = &s->source->model->layers[layer];
-    const size_t n_older = s->n_paths;
-    x3_hessian **hessians = NULL;
-    x3_layer_weights w = {0};
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&hessians, l->n_inputs, sizeof *hessians, err));
-    X3_TRY(rc, out, x3_layer_weights_load(&w, s->dev, s->source, l, err));
-    X3_TRY(rc, out, x3_layer_runner_prepare(&s->scored.runner, l, err));
-    X3_TRY(rc, out, x3_layer_runner_prepare(&s->calibration.runner, l, err));
-    if (starts) {
-        X3_TRY(rc, out, x3_capture_layer(&s->calibration.runner, &w, s->calibration.clean, NULL, false, hessians, err));
-        for (size_t i = 0; i < l->n_linears;) {
-            size_t n = 0;
-            while (i + n < l->n_linears && l->linears[i + n].input == l->linears[i].input && l->linears[i + n].quantized)
-                n++;
-            if (n > 0)
-                X3_TRY(rc, out, disturb_input(s, &w, i, n, hessians[l->linears[i].input], err));
-            i += n > 0 ? n : 1;
-        }
-    }
-    for (size_t i = 0; i < n_older; i++) {
-        X3_TRY(rc, out, x3_run_layer(&s->scored.runner, &w, s->paths[i].states, err));
-        progress(s, 1, l->prefix);
-    }
-    X3_TRY(rc, out, x3_run_layer(&s->calibration.runner, &w, s->calibration.clean, err));
-    X3_TRY(rc, out, x3_run_layer(&s->scored.runner, &w, s->scored.clean, err));
-out:
-    for (size_t i = 0; hessians != NULL && i < l->n_inputs; i++)
-        x3_hessian_free(hessians[i]);
-    free(hessians);
-    x3_layer_weights_free(&w);
-    return rc;
-}
-
 /* ---- the end ---- */
 
 struct head {
@@ -262,7 +101,7 @@ struct head {
     double *row_kl;                         /* [scored.n] of one path */
 };
 
-static x3_status open_head(struct measure *s, struct head *h, x3_err *err)
+static x3_status open_head(struct x3_measure *s, struct head *h, x3_err *err)
 {
     const x3_model *m = s->source->model;
     x3_status rc;
@@ -278,7 +117,7 @@ out:
     return rc;
 }
 
-static void close_head(struct measure *s, struct head *h)
+static void close_head(struct x3_measure *s, struct head *h)
 {
     x3_linear_free(&h->weight, s->dev);
     x3_device_free(s->dev, h->d_norm);
@@ -289,7 +128,7 @@ static void close_head(struct measure *s, struct head *h)
     free(h->row_kl);
 }
 
-static x3_status logits_of(struct measure *s, struct head *h, const x3_hidden_state *states, size_t row, size_t first,
+static x3_status logits_of(struct x3_measure *s, struct head *h, const x3_hidden_state *states, size_t row, size_t first,
                            float *d_logits, x3_err *err)
 {
     const x3_model *m = s->source->model;
@@ -304,29 +143,37 @@ out:
     return rc;
 }
 
-/* Adds what one path has cost to the file. */
-static x3_status add_result(struct measure *s, const struct path *p, const double *row_kl, x3_err *err)
+static x3_status add_entry(struct x3_measure *s, const struct x3_measured_member *m, double kl, double stderr_, x3_err *err)
+{
+    cJSON *entry = cJSON_CreateObject();
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_json_add(s->linears, NULL, entry, err));
+    X3_TRY(rc, out, x3_json_add(entry, "name", cJSON_CreateString(m->linear->name), err));
+    X3_TRY(rc, out, x3_json_add(entry, "kl", cJSON_CreateNumber(kl * m->share), err));
+    X3_TRY(rc, out, x3_json_add(entry, "kl_stderr", cJSON_CreateNumber(stderr_ * m->share), err));
+    rc = x3_json_add(entry, "error", cJSON_CreateNumber(m->error), err);
+out:
+    return rc;
+}
+
+/* Adds what one path has cost to the file, an entry a linear. */
+static x3_status add_result(struct x3_measure *s, const struct x3_measured_path *p, const double *row_kl, x3_err *err)
 {
     const size_t n = s->scored.n;
     double mean = 0, squares = 0;
-    cJSON *entry = cJSON_CreateObject();
-    x3_status rc;
+    x3_status rc = X3_OK;
 
     for (size_t i = 0; i < n; i++)
         mean += row_kl[i] / (double)n;
     for (size_t i = 0; i < n; i++)
         squares += (row_kl[i] - mean) * (row_kl[i] - mean);
-    X3_TRY(rc, out, x3_json_add(s->linears, NULL, entry, err));
-    X3_TRY(rc, out, x3_json_add(entry, "name", cJSON_CreateString(p->linear->name), err));
-    X3_TRY(rc, out, x3_json_add(entry, "kl", cJSON_CreateNumber(mean), err));
-    X3_TRY(rc, out, x3_json_add(entry, "kl_stderr", cJSON_CreateNumber(n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n)),
-                                err));
-    rc = x3_json_add(entry, "error", cJSON_CreateNumber(p->error), err);
-out:
+    for (size_t i = 0; i < p->n_members && rc == X3_OK; i++)
+        rc = add_entry(s, &p->members[i], mean, n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n), err);
     return rc;
 }
 
-static x3_status score_paths(struct measure *s, x3_err *err)
+static x3_status score_paths(struct x3_measure *s, x3_err *err)
 {
     int32_t next[CHUNK];
     struct head h = {0};
@@ -335,7 +182,7 @@ static x3_status score_paths(struct measure *s, x3_err *err)
     memset(next, 0xff, sizeof next); /* -1: none */
     X3_TRY(rc, out, open_head(s, &h, err));
     for (size_t row = 0; row < s->scored.n; row++)
-        for (size_t first = 0; first < SCORE_COLS; first += CHUNK) {
+        for (size_t first = 0; first < X3_MEASURE_COLS; first += CHUNK) {
             X3_TRY(rc, out, logits_of(s, &h, s->scored.clean, row, first, h.d_clean, err));
             for (size_t p = 0; p < s->n_paths; p++) {
                 X3_TRY(rc, out, logits_of(s, &h, s->paths[p].states, row, first, h.d_path, err));
@@ -344,10 +191,10 @@ static x3_status score_paths(struct measure *s, x3_err *err)
                 for (size_t i = 0; i < CHUNK; i++) {
                     if (!h.positions[i].finite) {
                         rc = x3_fail(err, X3_ERR_NUMERIC, "%s: logits are not finite with noise in %s", s->o.model,
-                                     s->paths[p].linear->name);
+                                     s->paths[p].members[0].linear->name);
                         goto out;
                     }
-                    h.row_kl[p * s->scored.n + row] += h.positions[i].kl / SCORE_COLS;
+                    h.row_kl[p * s->scored.n + row] += h.positions[i].kl / X3_MEASURE_COLS;
                 }
             }
         }
@@ -360,22 +207,24 @@ out:
 
 /* ---- passes ---- */
 
-static void free_paths(struct measure *s)
+static void free_paths(struct x3_measure *s)
 {
-    for (size_t i = 0; i < s->n_paths; i++)
+    for (size_t i = 0; i < s->n_paths; i++) {
         x3_hidden_state_free(s->paths[i].states);
+        free(s->paths[i].members);
+    }
     s->n_paths = 0;
 }
 
 /* Paths begin at layers [first, first + n); all run to the end. */
-static x3_status run_pass(struct measure *s, size_t first, size_t n, x3_err *err)
+static x3_status run_pass(struct x3_measure *s, size_t first, size_t n, x3_err *err)
 {
     x3_status rc;
 
     X3_TRY(rc, out, embed(s, &s->calibration, err));
     X3_TRY(rc, out, embed(s, &s->scored, err));
     for (size_t layer = 0; layer < s->source->model->n_layers; layer++)
-        X3_TRY(rc, out, run_layer(s, layer, layer >= first && layer < first + n, err));
+        X3_TRY(rc, out, x3_measure_layer(s, layer, layer >= first && layer < first + n, err));
     X3_TRY(rc, out, score_paths(s, err));
     cJSON_ReplaceItemInObject(s->file, "finished_layers", cJSON_CreateNumber((double)(first + n)));
     rc = x3_json_save(s->file, s->o.out, err);
@@ -385,13 +234,13 @@ out:
 }
 
 /* Layers from `first` whose paths fit into the memory, at least one. */
-static size_t layers_at_once(const struct measure *s, size_t first)
+static size_t layers_at_once(const struct x3_measure *s, size_t first)
 {
     const x3_model *m = s->source->model;
     size_t paths = 0, n = 0;
 
     while (first + n < m->n_layers) {
-        paths += n_quantized(&m->layers[first + n]);
+        paths += x3_measure_paths_of(&m->layers[first + n]);
         if (n > 0 && paths > s->max_paths)
             break;
         n++;
@@ -423,7 +272,7 @@ out:
     return rc;
 }
 
-static x3_status create_file(struct measure *s, cJSON **out, x3_err *err)
+static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
 {
     cJSON *f = cJSON_CreateObject(), *source = NULL, *options = cJSON_CreateObject(), *texts = cJSON_CreateArray();
     x3_status rc;
@@ -443,7 +292,7 @@ static x3_status create_file(struct measure *s, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(options, "rows", cJSON_CreateNumber((double)s->calibration.n), err));
     X3_TRY(rc, out, x3_json_add(options, "cols", cJSON_CreateNumber((double)s->calibration.cols), err));
     X3_TRY(rc, out, x3_json_add(options, "score_rows", cJSON_CreateNumber((double)s->scored.n), err));
-    X3_TRY(rc, out, x3_json_add(options, "score_cols", cJSON_CreateNumber(SCORE_COLS), err));
+    X3_TRY(rc, out, x3_json_add(options, "score_cols", cJSON_CreateNumber(X3_MEASURE_COLS), err));
     X3_TRY(rc, out, x3_json_add(options, "seed", cJSON_CreateNumber((double)s->o.seed), err));
     X3_TRY(rc, out, x3_json_add(options, "codebook", cJSON_CreateString(x3_codebook_name(s->o.codebook)), err));
     X3_TRY(rc, out, x3_json_add(options, "noise_bits", cJSON_CreateNumber(X3_MEASURE_K), err));
@@ -469,7 +318,7 @@ static const char *difference(const cJSON *old, const cJSON *now)
     return NULL;
 }
 
-static x3_status refuse(const struct measure *s, const cJSON *old, const char *key, x3_err *err)
+static x3_status refuse(const struct x3_measure *s, const cJSON *old, const char *key, x3_err *err)
 {
     char *then = cJSON_PrintUnformatted(x3_json_get(old, key)), *now = cJSON_PrintUnformatted(x3_json_get(s->file, key));
     x3_status rc = x3_fail(err, X3_ERR_INPUT, "%s: is a measurement with other %s: %.450s, now %.450s", s->o.out, key,
@@ -481,7 +330,7 @@ static x3_status refuse(const struct measure *s, const cJSON *old, const char *k
 }
 
 /* A new file, or the old one when it is gone on with; *first is the layer to begin with. */
-static x3_status open_file(struct measure *s, size_t *first, x3_err *err)
+static x3_status open_file(struct x3_measure *s, size_t *first, x3_err *err)
 {
     const char *differs;
     cJSON *old = NULL;
@@ -516,7 +365,7 @@ out:
 
 /* ---- the whole ---- */
 
-static x3_status prepare(struct measure *s, x3_findings *findings, x3_err *err)
+static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *err)
 {
     const x3_model *m;
     uint64_t budget = s->o.memory_bytes;
@@ -530,35 +379,35 @@ static x3_status prepare(struct measure *s, x3_findings *findings, x3_err *err)
     }
     m = s->source->model;
     X3_TRY(rc, out, read_rows(s, err));
-    X3_TRY(rc, out, create_states(s, &s->calibration, &s->calibration.clean, err));
-    X3_TRY(rc, out, create_states(s, &s->scored, &s->scored.clean, err));
+    X3_TRY(rc, out, x3_measure_states(s, &s->calibration, &s->calibration.clean, err));
+    X3_TRY(rc, out, x3_measure_states(s, &s->scored, &s->scored.clean, err));
     X3_TRY(rc, out, x3_layer_runner_create(&s->calibration.runner, s->dev, m, s->calibration.n, s->calibration.cols, err));
-    X3_TRY(rc, out, x3_layer_runner_create(&s->scored.runner, s->dev, m, s->scored.n, SCORE_COLS, err));
+    X3_TRY(rc, out, x3_layer_runner_create(&s->scored.runner, s->dev, m, s->scored.n, X3_MEASURE_COLS, err));
     if (budget == 0)
         budget = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 2;
-    s->max_paths = budget / (sizeof(float) * s->scored.n * SCORE_COLS * m->hidden) + 1;
+    s->max_paths = budget / (sizeof(float) * s->scored.n * X3_MEASURE_COLS * m->hidden) + 1;
     size_t most = 0;
     for (size_t i = 0; i < m->n_layers; i++)
-        most += n_quantized(&m->layers[i]);
+        most += x3_measure_paths_of(&m->layers[i]);
     X3_TRY(rc, out, x3_alloc(&s->paths, most, sizeof *s->paths, err));
 out:
     return rc;
 }
 
 /* Layer runs of paths from `first` on. */
-static double work_left(const struct measure *s, size_t first)
+static double work_left(const struct x3_measure *s, size_t first)
 {
     const x3_model *m = s->source->model;
     double n = 0;
 
     for (size_t i = first; i < m->n_layers; i++)
-        n += (double)n_quantized(&m->layers[i]) * (double)(m->n_layers - i);
+        n += (double)x3_measure_paths_of(&m->layers[i]) * (double)(m->n_layers - i);
     return n;
 }
 
 x3_status x3_measure_run(const x3_measure_options *options, const x3_job_events *events, x3_findings *findings, x3_err *err)
 {
-    struct measure s = {.o = *options};
+    struct x3_measure s = {.o = *options};
     size_t first = 0;
     x3_status rc;
 

@@ -43,6 +43,7 @@ typedef struct x3_quant_linear {
     double error_source;   /* tr(E' A E) / tr(W' A W), undamped A, E of the effective weight against W */
     double error_target;   /* the same with E against T */
     double error_weight;   /* |E|^2 / |W|^2 against W */
+    double energy;         /* tr(W' A W) of the mean A: mean square of the output, summed over outputs */
 } x3_quant_linear;
 
 void x3_quant_linear_free(x3_device *dev, x3_quant_linear *q);

@@ -1,32 +1,26 @@
 /* Families are rows of a table; the functions below turn a row and a config into descriptors. */
-#include "runtime/model.h"
-
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef enum bias_rule { BIAS_NEVER, BIAS_ALWAYS, BIAS_CONFIG } bias_rule;
-typedef enum window_rule { WINDOW_NEVER, WINDOW_ALL_LAYERS, WINDOW_LAYER_TYPES } window_rule;
+#include "runtime/model_internal.h"
 
-typedef struct family {
-    const char *model_type;
-    bias_rule qkv_bias, o_bias, mlp_bias; /* BIAS_CONFIG: attention_bias, mlp_bias */
-    bool qk_norm;                         /* RMS norm of each query and key head before rope */
-    window_rule window;
-} family;
-
-static const family families[] = {
-    {"llama", BIAS_CONFIG, BIAS_CONFIG, BIAS_CONFIG, false, WINDOW_NEVER},
-    {"mistral", BIAS_NEVER, BIAS_NEVER, BIAS_NEVER, false, WINDOW_ALL_LAYERS},
-    {"qwen2", BIAS_ALWAYS, BIAS_NEVER, BIAS_NEVER, false, WINDOW_LAYER_TYPES},
-    {"qwen3", BIAS_CONFIG, BIAS_CONFIG, BIAS_NEVER, true, WINDOW_LAYER_TYPES},
+static const x3_family families[] = {
+    {"llama", X3_BIAS_CONFIG, X3_BIAS_CONFIG, X3_BIAS_CONFIG, X3_NORM_NEVER, X3_WINDOW_NEVER, false, NULL},
+    {"mistral", X3_BIAS_NEVER, X3_BIAS_NEVER, X3_BIAS_NEVER, X3_NORM_NEVER, X3_WINDOW_ALL_LAYERS, false, NULL},
+    {"qwen2", X3_BIAS_ALWAYS, X3_BIAS_NEVER, X3_BIAS_NEVER, X3_NORM_NEVER, X3_WINDOW_LAYER_TYPES, false, NULL},
+    {"qwen3", X3_BIAS_CONFIG, X3_BIAS_CONFIG, X3_BIAS_NEVER, X3_NORM_ALWAYS, X3_WINDOW_LAYER_TYPES, false, NULL},
+    {"qwen3_moe", X3_BIAS_CONFIG, X3_BIAS_CONFIG, X3_BIAS_NEVER, X3_NORM_ALWAYS, X3_WINDOW_OPTION, false, &x3_moe_qwen3},
+    {"glm4_moe", X3_BIAS_CONFIG, X3_BIAS_NEVER, X3_BIAS_NEVER, X3_NORM_CONFIG, X3_WINDOW_NEVER, true, &x3_moe_glm4},
+    {"mixtral", X3_BIAS_NEVER, X3_BIAS_NEVER, X3_BIAS_NEVER, X3_NORM_NEVER, X3_WINDOW_ALL_LAYERS, false, &x3_moe_mixtral},
 };
 
 #define N_FAMILIES (sizeof families / sizeof families[0])
 
 const char *x3_model_types(void)
 {
-    return "llama, mistral, qwen2, qwen3";
+    return "llama, mistral, qwen2, qwen3, qwen3_moe, glm4_moe, mixtral";
 }
 
 /* Options that this version reads, for any family. */
@@ -46,7 +40,8 @@ static const char *const harmless_keys[] = {
     "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "is_decoder",
     "is_encoder_decoder", "cross_attention_hidden_size", "chunk_size_feed_forward", "tie_encoder_decoder",
     "torchscript", "pruned_heads", "gradient_checkpointing", "is_llama_config", "_flash_attn_2_enabled",
-    "unsloth_version", "unsloth_fixed", "language", "license"};
+    "unsloth_version", "unsloth_fixed", "language", "license", "router_aux_loss_coef", "output_router_logits",
+    "router_jitter_noise"};
 
 static bool is_listed(const char *key, const char *const *list, size_t n)
 {
@@ -63,12 +58,14 @@ static bool is_neutral(const cJSON *value)
 }
 
 /* An option that nobody here has heard of may change the mathematics: it is refused by name. */
-static x3_status reject_unknown_options(const x3_hf_config *c, const char *const *ignored, x3_err *err)
+static x3_status reject_unknown_options(const x3_hf_config *c, const x3_family *f, const char *const *ignored, x3_err *err)
 {
     for (const cJSON *o = c->text->child; o != NULL; o = o->next) {
         bool skip = false;
         for (size_t i = 0; ignored != NULL && ignored[i] != NULL; i++)
             skip = skip || strcmp(o->string, ignored[i]) == 0;
+        for (size_t i = 0; f->moe != NULL && f->moe->keys[i] != NULL; i++)
+            skip = skip || strcmp(o->string, f->moe->keys[i]) == 0;
         if (skip || is_neutral(o) || is_listed(o->string, read_keys, sizeof read_keys / sizeof *read_keys) ||
             is_listed(o->string, harmless_keys, sizeof harmless_keys / sizeof *harmless_keys))
             continue;
@@ -80,21 +77,9 @@ static x3_status reject_unknown_options(const x3_hf_config *c, const char *const
     return X3_OK;
 }
 
-struct builder {
-    x3_model *m;
-    const x3_hf_config *c;
-    const cJSON *text;
-    const family *f;
-    size_t n_heads, n_kv_heads, head_dim, n_inner, window;
-    bool attention_bias, mlp_bias;
-    int64_t max_window_layers;
-    x3_err *err;
-};
-
 #define LAYERS_MAX 10000
-#define SIZE_OPTION_MAX (1 << 30)
 
-static x3_status read_size(struct builder *b, const char *key, int64_t max, bool required, size_t *out)
+x3_status x3_build_size(x3_builder *b, const char *key, int64_t max, bool required, size_t *out)
 {
     int64_t v = (int64_t)*out;
     x3_status rc = x3_json_int(b->text, key, 1, max, required, &v, b->c->path, b->err);
@@ -103,27 +88,27 @@ static x3_status read_size(struct builder *b, const char *key, int64_t max, bool
     return rc;
 }
 
-static x3_status read_sizes(struct builder *b)
+static x3_status read_sizes(x3_builder *b)
 {
     x3_model *m = b->m;
     const char *act = NULL;
     double eps = 0;
     x3_status rc;
 
-    X3_TRY(rc, out, read_size(b, "hidden_size", SIZE_OPTION_MAX, true, &m->hidden));
-    X3_TRY(rc, out, read_size(b, "vocab_size", SIZE_OPTION_MAX, true, &m->vocab));
-    X3_TRY(rc, out, read_size(b, "num_hidden_layers", LAYERS_MAX, true, &m->n_layers));
-    X3_TRY(rc, out, read_size(b, "max_position_embeddings", SIZE_OPTION_MAX, true, &m->max_positions));
-    X3_TRY(rc, out, read_size(b, "intermediate_size", SIZE_OPTION_MAX, true, &b->n_inner));
-    X3_TRY(rc, out, read_size(b, "num_attention_heads", SIZE_OPTION_MAX, true, &b->n_heads));
+    X3_TRY(rc, out, x3_build_size(b, "hidden_size", X3_SIZE_OPTION_MAX, true, &m->hidden));
+    X3_TRY(rc, out, x3_build_size(b, "vocab_size", X3_SIZE_OPTION_MAX, true, &m->vocab));
+    X3_TRY(rc, out, x3_build_size(b, "num_hidden_layers", LAYERS_MAX, true, &m->n_layers));
+    X3_TRY(rc, out, x3_build_size(b, "max_position_embeddings", X3_SIZE_OPTION_MAX, true, &m->max_positions));
+    X3_TRY(rc, out, x3_build_size(b, "intermediate_size", X3_SIZE_OPTION_MAX, true, &b->n_inner));
+    X3_TRY(rc, out, x3_build_size(b, "num_attention_heads", X3_SIZE_OPTION_MAX, true, &b->n_heads));
     b->n_kv_heads = b->n_heads;
-    X3_TRY(rc, out, read_size(b, "num_key_value_heads", SIZE_OPTION_MAX, false, &b->n_kv_heads));
+    X3_TRY(rc, out, x3_build_size(b, "num_key_value_heads", X3_SIZE_OPTION_MAX, false, &b->n_kv_heads));
     if (b->n_heads % b->n_kv_heads != 0) {
         rc = x3_fail(b->err, X3_ERR_INPUT, "%s: num_attention_heads %zu is not a multiple of num_key_value_heads %zu",
                      b->c->path, b->n_heads, b->n_kv_heads);
         goto out;
     }
-    X3_TRY(rc, out, read_size(b, "head_dim", SIZE_OPTION_MAX, false, &b->head_dim));
+    X3_TRY(rc, out, x3_build_size(b, "head_dim", X3_SIZE_OPTION_MAX, false, &b->head_dim));
     if (b->head_dim == 0) {
         if (m->hidden % b->n_heads != 0) {
             rc = x3_fail(b->err, X3_ERR_INPUT, "%s: hidden_size %zu is not a multiple of num_attention_heads %zu",
@@ -141,9 +126,10 @@ out:
     return rc;
 }
 
-static x3_status read_options(struct builder *b)
+static x3_status read_options(x3_builder *b)
 {
-    bool use_window = b->f->window == WINDOW_ALL_LAYERS, tied_here = false;
+    bool use_window = b->f->window == X3_WINDOW_ALL_LAYERS, tied_here = false;
+    int64_t n_draft = 0;
     x3_status rc;
 
     X3_TRY(rc, out, x3_json_bool(b->text, "attention_bias", false, &b->attention_bias, b->c->path, b->err));
@@ -152,19 +138,23 @@ static x3_status read_options(struct builder *b)
     X3_TRY(rc, out, x3_json_bool(b->c->config, "tie_word_embeddings", false, &tied_here, b->c->path, b->err));
     b->m->tied = tied_here;
     X3_TRY(rc, out, x3_json_bool(b->text, "use_sliding_window", false, &use_window, b->c->path, b->err));
-    X3_TRY(rc, out, read_size(b, "sliding_window", SIZE_OPTION_MAX, false, &b->window));
+    X3_TRY(rc, out, x3_build_size(b, "sliding_window", X3_SIZE_OPTION_MAX, false, &b->window));
+    if (b->f->qk_norm == X3_NORM_CONFIG)
+        X3_TRY(rc, out, x3_json_bool(b->text, "use_qk_norm", false, &b->use_qk_norm, b->c->path, b->err));
+    X3_TRY(rc, out, x3_json_int(b->text, "num_nextn_predict_layers", 0, LAYERS_MAX, false, &n_draft, b->c->path, b->err));
+    b->m->n_draft_layers = (size_t)n_draft;
     b->max_window_layers = 0;
     X3_TRY(rc, out, x3_json_int(b->text, "max_window_layers", 0, 1 << 30, false, &b->max_window_layers, b->c->path,
                                 b->err));
     if (!use_window)
         b->window = 0;
-    if (b->window != 0 && b->f->window == WINDOW_NEVER)
+    if (b->window != 0 && b->f->window == X3_WINDOW_NEVER)
         rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: sliding_window %zu is not known for model_type \"%s\"", b->c->path,
                      b->window, b->f->model_type);
-    if (b->attention_bias && b->f->qkv_bias == BIAS_NEVER)
+    if (b->attention_bias && b->f->qkv_bias == X3_BIAS_NEVER)
         rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: attention_bias is not known for model_type \"%s\"", b->c->path,
                      b->f->model_type);
-    if (b->mlp_bias && b->f->mlp_bias == BIAS_NEVER)
+    if (b->mlp_bias && b->f->mlp_bias == X3_BIAS_NEVER)
         rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: mlp_bias is not known for model_type \"%s\"", b->c->path,
                      b->f->model_type);
 out:
@@ -172,7 +162,7 @@ out:
 }
 
 /* Window of one layer: layer_types where the config has it, else the older max_window_layers rule. */
-static x3_status layer_window(struct builder *b, size_t layer, size_t *window)
+static x3_status layer_window(x3_builder *b, size_t layer, size_t *window)
 {
     const cJSON *types = x3_json_get(b->text, "layer_types"), *type;
 
@@ -185,14 +175,14 @@ static x3_status layer_window(struct builder *b, size_t layer, size_t *window)
         if (cJSON_IsString(type) && strcmp(type->valuestring, "full_attention") == 0) {
             *window = 0;
         } else if (!cJSON_IsString(type) || strcmp(type->valuestring, "sliding_attention") != 0 ||
-                   b->f->window == WINDOW_NEVER) {
+                   b->f->window == X3_WINDOW_NEVER) {
             return x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: layer_types[%zu] \"%s\" is not known for model_type \"%s\"",
                            b->c->path, layer, cJSON_IsString(type) ? type->valuestring : "?", b->f->model_type);
         } else if (b->window == 0) {
             return x3_fail(b->err, X3_ERR_INPUT, "%s: layer_types[%zu] is sliding_attention without a sliding_window",
                            b->c->path, layer);
         }
-    } else if (b->f->window == WINDOW_LAYER_TYPES && (int64_t)layer < b->max_window_layers) {
+    } else if (b->f->window == X3_WINDOW_LAYER_TYPES && (int64_t)layer < b->max_window_layers) {
         *window = 0;
     }
     return X3_OK;
@@ -200,8 +190,8 @@ static x3_status layer_window(struct builder *b, size_t layer, size_t *window)
 
 /* ---- descriptors of one layer ---- */
 
-static x3_status add_linear(struct builder *b, x3_layer_desc *l, const char *part, size_t n_in, size_t n_out, bool bias,
-                            int input, int tie, int tie_fused, int *index)
+x3_status x3_build_linear(x3_builder *b, x3_layer_desc *l, const char *part, size_t n_in, size_t n_out, bool bias, int input,
+                          int tie, int tie_fused, int *index)
 {
     x3_linear_desc *d = &l->linears[l->n_linears];
     char *name;
@@ -216,10 +206,10 @@ static x3_status add_linear(struct builder *b, x3_layer_desc *l, const char *par
     return X3_OK;
 }
 
-static x3_status add_vector(struct builder *b, x3_layer_desc *l, const char *part, size_t n, int *index)
+x3_status x3_build_vector(x3_builder *b, x3_layer_desc *l, const char *tensor, size_t n, int *index)
 {
     char *name;
-    x3_status rc = x3_arena_printf(&b->m->arena, &name, b->err, "%s.%s.weight", l->prefix, part);
+    x3_status rc = x3_arena_printf(&b->m->arena, &name, b->err, "%s.%s", l->prefix, tensor);
 
     if (rc != X3_OK)
         return rc;
@@ -228,12 +218,12 @@ static x3_status add_vector(struct builder *b, x3_layer_desc *l, const char *par
     return X3_OK;
 }
 
-static bool has_bias(bias_rule rule, bool config)
+static bool has_bias(x3_bias_rule rule, bool config)
 {
-    return rule == BIAS_ALWAYS || (rule == BIAS_CONFIG && config);
+    return rule == X3_BIAS_ALWAYS || (rule == X3_BIAS_CONFIG && config);
 }
 
-static x3_status build_gqa(struct builder *b, x3_layer_desc *l, size_t layer)
+static x3_status build_gqa(x3_builder *b, x3_layer_desc *l, size_t layer)
 {
     x3_gqa_desc *g = &l->gqa;
     const size_t h = b->m->hidden, q = b->n_heads * b->head_dim, kv = b->n_kv_heads * b->head_dim;
@@ -243,54 +233,68 @@ static x3_status build_gqa(struct builder *b, x3_layer_desc *l, size_t layer)
     *g = (x3_gqa_desc){.n_heads = b->n_heads, .n_kv_heads = b->n_kv_heads, .head_dim = b->head_dim, .q_norm = -1,
                        .k_norm = -1, .rope = 0, .scale = (float)(1 / sqrt((double)b->head_dim))};
     X3_TRY(rc, out, layer_window(b, layer, &g->window));
-    X3_TRY(rc, out, add_linear(b, l, "self_attn.q_proj", h, q, bias, 0, 0, 0, &g->q));
-    X3_TRY(rc, out, add_linear(b, l, "self_attn.k_proj", h, kv, bias, 0, 1, 0, &g->k));
-    X3_TRY(rc, out, add_linear(b, l, "self_attn.v_proj", h, kv, bias, 0, 1, 0, &g->v));
-    X3_TRY(rc, out, add_linear(b, l, "self_attn.o_proj", q, h, has_bias(b->f->o_bias, b->attention_bias), 1, 2, 2, &g->o));
-    if (b->f->qk_norm) {
-        X3_TRY(rc, out, add_vector(b, l, "self_attn.q_norm", b->head_dim, &g->q_norm));
-        X3_TRY(rc, out, add_vector(b, l, "self_attn.k_norm", b->head_dim, &g->k_norm));
+    X3_TRY(rc, out, x3_build_linear(b, l, "self_attn.q_proj", h, q, bias, 0, 0, 0, &g->q));
+    X3_TRY(rc, out, x3_build_linear(b, l, "self_attn.k_proj", h, kv, bias, 0, 1, 0, &g->k));
+    X3_TRY(rc, out, x3_build_linear(b, l, "self_attn.v_proj", h, kv, bias, 0, 1, 0, &g->v));
+    X3_TRY(rc, out, x3_build_linear(b, l, "self_attn.o_proj", q, h, has_bias(b->f->o_bias, b->attention_bias), 1, 2, 2,
+                                    &g->o));
+    if (b->f->qk_norm == X3_NORM_ALWAYS || (b->f->qk_norm == X3_NORM_CONFIG && b->use_qk_norm)) {
+        X3_TRY(rc, out, x3_build_vector(b, l, "self_attn.q_norm.weight", b->head_dim, &g->q_norm));
+        X3_TRY(rc, out, x3_build_vector(b, l, "self_attn.k_norm.weight", b->head_dim, &g->k_norm));
     }
 out:
     return rc;
 }
 
-static x3_status build_mlp(struct builder *b, x3_layer_desc *l)
+x3_status x3_build_mlp(x3_builder *b, x3_layer_desc *l, const char *module, size_t n_inner, bool bias, int input, int tie,
+                       x3_mlp_desc *d)
 {
-    x3_mlp_desc *d = &l->mlp;
-    const bool bias = has_bias(b->f->mlp_bias, b->mlp_bias);
+    const size_t hidden = b->m->hidden;
+    char part[256];
     x3_status rc;
 
-    d->n_inner = b->n_inner;
-    X3_TRY(rc, out, add_linear(b, l, "mlp.gate_proj", b->m->hidden, d->n_inner, bias, 2, 3, 3, &d->gate));
-    X3_TRY(rc, out, add_linear(b, l, "mlp.up_proj", b->m->hidden, d->n_inner, bias, 2, 3, 3, &d->up));
-    X3_TRY(rc, out, add_linear(b, l, "mlp.down_proj", d->n_inner, b->m->hidden, bias, 3, 4, 4, &d->down));
+#define PART(name) (snprintf(part, sizeof part, "%s.%s", module, name), part)
+    d->n_inner = n_inner;
+    X3_TRY(rc, out, x3_build_linear(b, l, PART("gate_proj"), hidden, n_inner, bias, input, tie, tie, &d->gate));
+    X3_TRY(rc, out, x3_build_linear(b, l, PART("up_proj"), hidden, n_inner, bias, input, tie, tie, &d->up));
+    X3_TRY(rc, out, x3_build_linear(b, l, PART("down_proj"), n_inner, hidden, bias, input + 1, tie + 1, tie + 1, &d->down));
+#undef PART
 out:
     return rc;
 }
 
-#define LINEARS_OF_A_LAYER 7
-#define VECTORS_OF_A_LAYER 4
+/* Input and tie numbers of attention end before these. */
+#define FFN_INPUT 2
+#define FFN_TIE 3
+#define MIXER_LINEARS 4
+#define MLP_LINEARS 3
+#define LAYER_VECTORS 5
 
-static x3_status build_layer(struct builder *b, size_t layer)
+static x3_status build_layer(x3_builder *b, size_t layer)
 {
     x3_layer_desc *l = &b->m->layers[layer];
+    const bool moe = x3_build_is_moe(b, layer);
+    const size_t n_linears = MIXER_LINEARS + (moe ? x3_build_moe_linears(b) : MLP_LINEARS);
     char *prefix;
     x3_status rc;
 
     X3_TRY(rc, out, x3_arena_printf(&b->m->arena, &prefix, b->err, "model.layers.%zu", layer));
     l->prefix = prefix;
-    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->linears, LINEARS_OF_A_LAYER, sizeof *l->linears, b->err));
-    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->vectors, VECTORS_OF_A_LAYER, sizeof *l->vectors, b->err));
-    X3_TRY(rc, out, add_vector(b, l, "input_layernorm", b->m->hidden, &l->mixer_norm));
+    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->linears, n_linears, sizeof *l->linears, b->err));
+    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->vectors, LAYER_VECTORS, sizeof *l->vectors, b->err));
+    X3_TRY(rc, out, x3_build_vector(b, l, "input_layernorm.weight", b->m->hidden, &l->mixer_norm));
     X3_TRY(rc, out, build_gqa(b, l, layer));
-    X3_TRY(rc, out, add_vector(b, l, "post_attention_layernorm", b->m->hidden, &l->ffn_norm));
-    X3_TRY(rc, out, build_mlp(b, l));
+    X3_TRY(rc, out, x3_build_vector(b, l, "post_attention_layernorm.weight", b->m->hidden, &l->ffn_norm));
+    l->ffn = moe ? X3_FFN_MOE : X3_FFN_MLP;
+    if (moe)
+        rc = x3_build_moe(b, l, FFN_INPUT, FFN_TIE);
+    else
+        rc = x3_build_mlp(b, l, "mlp", b->n_inner, has_bias(b->f->mlp_bias, b->mlp_bias), FFN_INPUT, FFN_TIE, &l->mlp);
 out:
     return rc;
 }
 
-static x3_status build(struct builder *b)
+static x3_status build(x3_builder *b)
 {
     x3_model *m = b->m;
     x3_status rc;
@@ -298,10 +302,12 @@ static x3_status build(struct builder *b)
     m->model_type = b->f->model_type;
     X3_TRY(rc, out, read_sizes(b));
     X3_TRY(rc, out, read_options(b));
+    if (b->f->moe != NULL)
+        X3_TRY(rc, out, x3_build_moe_options(b));
     X3_TRY(rc, out, x3_arena_alloc(&m->arena, &m->ropes, 1, sizeof *m->ropes, b->err));
     X3_TRY(rc, out, x3_rope_read(&m->ropes[0], b->text, NULL, b->head_dim, 1, b->c->path, b->err));
     m->n_ropes = 1;
-    if (m->ropes[0].n_rotated != b->head_dim) {
+    if (m->ropes[0].n_rotated != b->head_dim && !b->f->partial_rope) {
         rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: rope over %zu of %zu dimensions is not known for model_type \"%s\"",
                      b->c->path, m->ropes[0].n_rotated, b->head_dim, b->f->model_type);
         goto out;
@@ -318,7 +324,7 @@ out:
 
 x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char *const *ignored, x3_err *err)
 {
-    struct builder b = {.c = config, .text = config->text, .err = err};
+    x3_builder b = {.c = config, .text = config->text, .err = err};
     x3_status rc;
 
     *out = NULL;
@@ -328,7 +334,7 @@ x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char
     if (b.f == NULL)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: model_type \"%s\" is not known to this version: %s", config->path,
                        config->model_type, x3_model_types());
-    X3_TRY(rc, out, reject_unknown_options(config, ignored, err));
+    X3_TRY(rc, out, reject_unknown_options(config, b.f, ignored, err));
     X3_TRY(rc, out, x3_alloc(&b.m, 1, sizeof *b.m, err));
     X3_TRY(rc, out, build(&b));
     *out = b.m;

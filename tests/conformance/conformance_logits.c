@@ -121,6 +121,31 @@ X3_TEST(logits_equal_transformers_mistral_with_window)
     check_model("families/mistral", 2e-3);
 }
 
+X3_TEST(logits_equal_transformers_qwen3_moe)
+{
+    check_model("families/qwen3_moe", 2e-3);
+}
+
+X3_TEST(logits_equal_transformers_glm4_moe)
+{
+    check_model("families/glm4_moe", 2e-3);
+}
+
+X3_TEST(logits_equal_transformers_mixtral)
+{
+    check_model("families/mixtral", 2e-3);
+}
+
+X3_TEST(logits_equal_transformers_tiny_glm_moe)
+{
+    check_model("models/tiny-glm-moe", 2e-3);
+}
+
+X3_TEST(logits_equal_transformers_small_qwen3_moe)
+{
+    check_model("models/small-qwen3-moe", 2e-3);
+}
+
 static size_t largest(const float *x, size_t n)
 {
     size_t best = 0;
