@@ -129,6 +129,15 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     EXPECT(0, "measured", "exl3-quantize measure %s/model --out %s/m.json --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir);
 }
 
+X3_TEST(cli_generate_chat_ends_the_assistants_turn)
+{
+    x3_test_skip_if_emulated();
+    EXPECT(0, "25 prompt tokens", "exl3-eval generate tests/data/models/tiny-qwen3 --chat --system 'Be brief' --prompt 'What is the sea?'");
+    CHECK(strstr(at.output, "ended at a stop token") != NULL && strstr(at.output, "<|im_end|>") == NULL);
+    EXPECT(1, "/no.jinja", "exl3-eval generate tests/data/models/tiny-qwen3 --chat --prompt x --chat-template /no.jinja");
+    EXPECT(2, "go with --chat", "exl3-eval generate tests/data/models/tiny-qwen3 --prompt x --system y");
+}
+
 X3_TEST(cli_an_output_that_cannot_be_created_is_said_before_any_work)
 {
     x3_tiny t = X3_TINY_DEFAULTS;
