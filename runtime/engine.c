@@ -289,16 +289,23 @@ out:
     return rc;
 }
 
-void x3_engine_close(x3_engine *e, double seconds)
+void x3_engine_stop(x3_engine *e, double seconds)
 {
-    if (e == NULL)
-        return;
     pthread_mutex_lock(&e->mutex);
     e->closing = true;
     e->deadline = x3_seconds() + seconds;
     pthread_cond_signal(&e->changed);
     pthread_mutex_unlock(&e->mutex);
-    pthread_join(e->thread, NULL);
+    if (!e->joined)
+        pthread_join(e->thread, NULL);
+    e->joined = true;
+}
+
+void x3_engine_close(x3_engine *e)
+{
+    if (e == NULL)
+        return;
+    x3_engine_stop(e, 0);
     free_engine(e);
 }
 
@@ -326,7 +333,7 @@ x3_status x3_engine_submit(x3_engine *e, const x3_reply_request *q, uint64_t *id
     X3_TRY(rc, out, make_reply(&r, e, q, err));
     pthread_mutex_lock(&e->mutex);
     if (e->closing || e->failure.status != X3_OK) {
-        rc = x3_fail(err, X3_ERR_DEVICE, "%s", e->closing ? "the server is shutting down" : e->failure.text);
+        rc = x3_fail(err, X3_ERR_DEVICE, "%s", e->failure.status == X3_OK ? "shutting down" : e->failure.text);
     } else if (e->stats.n_queued >= e->o.max_queued) {
         rc = x3_fail(err, X3_ERR_MEMORY, "%zu requests are waiting already", e->stats.n_queued);
     } else {

@@ -52,6 +52,7 @@ struct x3_engine {
     pthread_cond_t changed;
     pthread_t thread;
     bool closing;
+    bool joined; /* of whoever stops it */
     double deadline; /* of closing */
     x3_reply *first, *last; /* queue */
     uint64_t next_id;
