@@ -177,7 +177,7 @@ static void estimate_memory(x3_job *job)
 
     for (size_t i = 0; i < m->n_layers; i++)
         layer = x3_max_size(layer, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(&m->layers[i], both));
-    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * job->o.cols * m->hidden * sizeof(float);
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + (64u << 20);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
