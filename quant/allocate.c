@@ -33,27 +33,22 @@ static int set_of(const x3_linear_desc *d, int index, x3_tie tie)
     return tie == X3_TIE_NONE ? index : tie == X3_TIE_FUSED ? d->tie_fused : d->tie;
 }
 
-/* Raises whole sets of one layer while the budget lasts. */
-static void raise_layer(x3_allocation *a, const x3_layer_desc *l, size_t first, x3_tie tie, uint64_t *budget)
+/* Raises whole sets of one layer while the budget lasts, in the order of their numbers. `weights` [n_linears + 1]. */
+static void raise_layer(x3_allocation *a, const x3_layer_desc *l, size_t first, x3_tie tie, uint64_t *budget,
+                        uint64_t *weights)
 {
-    bool done[64] = {false};
-
-    for (size_t i = 0; i < l->n_linears && i < 64; i++) {
-        uint64_t weights = 0;
-        if (done[i] || a->K[first + i] == 0)
-            continue;
-        for (size_t j = i; j < l->n_linears && j < 64; j++)
-            if (set_of(&l->linears[j], (int)j, tie) == set_of(&l->linears[i], (int)i, tie)) {
-                weights += padded_weights(&l->linears[j]);
-                done[j] = true;
-            }
-        if (weights > *budget)
-            continue;
-        *budget -= weights;
-        for (size_t j = i; j < l->n_linears && j < 64; j++)
-            if (set_of(&l->linears[j], (int)j, tie) == set_of(&l->linears[i], (int)i, tie))
-                a->K[first + j]++;
+    memset(weights, 0, (l->n_linears + 1) * sizeof *weights);
+    for (size_t i = 0; i < l->n_linears; i++)
+        if (a->K[first + i] > 0)
+            weights[set_of(&l->linears[i], (int)i, tie)] += padded_weights(&l->linears[i]);
+    for (size_t set = 0; set <= l->n_linears; set++) {
+        if (weights[set] > *budget)
+            weights[set] = 0;
+        *budget -= weights[set];
     }
+    for (size_t i = 0; i < l->n_linears; i++)
+        if (a->K[first + i] > 0 && weights[set_of(&l->linears[i], (int)i, tie)] > 0)
+            a->K[first + i]++;
 }
 
 static void finish(x3_allocation *a, const x3_model *m, uint64_t total)
@@ -81,7 +76,8 @@ static void finish(x3_allocation *a, const x3_model *m, uint64_t total)
 x3_status x3_allocate_uniform(x3_allocation *out, const x3_model *m, double bits, int head_K, x3_tie tie, x3_err *err)
 {
     uint64_t total = 0, budget;
-    size_t *first = NULL, n = 0;
+    size_t *first = NULL, n = 0, most = 0;
+    uint64_t *weights = NULL;
     int base = (int)floor(bits + 1e-9);
     x3_status rc;
 
@@ -92,7 +88,9 @@ x3_status x3_allocate_uniform(x3_allocation *out, const x3_model *m, double bits
     for (size_t i = 0; i < m->n_layers; i++) {
         first[i] = n;
         n += m->layers[i].n_linears;
+        most = x3_max_size(most, m->layers[i].n_linears);
     }
+    X3_TRY(rc, out, x3_alloc(&weights, most + 1, sizeof *weights, err));
     out->n = n;
     X3_TRY(rc, out, x3_alloc(&out->K, n, 1, err));
     for (size_t i = 0; i < m->n_layers; i++)
@@ -104,11 +102,12 @@ x3_status x3_allocate_uniform(x3_allocation *out, const x3_model *m, double bits
     budget = (uint64_t)llround((bits - base) * (double)total);
     for (size_t i = 0; i < m->n_layers && base < 8; i++) {
         size_t layer = i % 2 == 0 ? i / 2 : m->n_layers - 1 - i / 2;
-        raise_layer(out, &m->layers[layer], first[layer], tie, &budget);
+        raise_layer(out, &m->layers[layer], first[layer], tie, &budget, weights);
     }
     finish(out, m, total);
 out:
     free(first);
+    free(weights);
     if (rc != X3_OK)
         x3_allocation_free(out);
     return rc;

@@ -10,10 +10,21 @@
 #ifndef X3_JOB_H
 #define X3_JOB_H
 
+#include "calib/capture.h"
 #include "calib/corpus.h"
 #include "quant/allocate.h"
 #include "quant/quantize.h"
 #include "runtime/checkpoint.h"
+
+/* Which Hessian gate and up of experts get. AUTO is OWN where those of all experts of a layer take at most
+ * X3_OWN_HESSIAN_BYTES, else LAYER: a rule of the model alone, since the bytes of the pack depend on it. */
+typedef enum x3_expert_hessian { X3_EXPERT_HESSIAN_AUTO, X3_EXPERT_HESSIAN_LAYER, X3_EXPERT_HESSIAN_OWN } x3_expert_hessian;
+
+#define X3_OWN_HESSIAN_BYTES ((uint64_t)8 << 30)
+
+bool x3_expert_hessian_parse(const char *name, x3_expert_hessian *out);
+bool x3_expert_weighting_parse(const char *name, x3_expert_weighting *out);
+const char *x3_expert_weighting_name(x3_expert_weighting weighting);
 
 typedef struct x3_job_options {
     const char *model, *out;
@@ -22,6 +33,9 @@ typedef struct x3_job_options {
     int head_bits; /* 0: the head stays as it is */
     x3_tie tie;
     x3_quant_options quant;
+    x3_expert_hessian expert_hessian;
+    x3_expert_weighting expert_weighting;
+    size_t min_expert_tokens; /* an expert with fewer calibration tokens is refused; 0: none is */
     const char *const *texts;
     size_t n_texts, rows, cols;
     uint64_t memory_bytes; /* of the host; 0: four fifths of what it has */
@@ -49,6 +63,9 @@ typedef struct x3_job_summary {
     size_t n_shards, rows, cols, n_padded_linears;
     uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget */
     bool hidden_in_ram;
+    size_t n_experts, experts_at_once, expert_passes; /* of the layer with most; 0: none. Experts whose Hessians are held
+                                                       * together, and runs over the text a layer that follow from it */
+    bool own_hessians;
     uint64_t out_needed, out_free, work_needed, work_free; /* disk */
     double seconds; /* estimate, from a short measurement; 0: none was made */
 } x3_job_summary;

@@ -124,6 +124,11 @@ x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "target_blend", cJSON_CreateNumber(o->quant.target_blend), err));
     X3_TRY(rc, out, x3_json_add(j, "damping", cJSON_CreateNumber(o->quant.damping), err));
     X3_TRY(rc, out, x3_json_add(j, "refit_rounds", cJSON_CreateNumber(o->quant.refit_rounds), err));
+    if (job->summary.n_experts > 0) {
+        X3_TRY(rc, out, x3_json_add(j, "expert_hessian", cJSON_CreateString(job->experts.own ? "own" : "layer"), err));
+        X3_TRY(rc, out, x3_json_add(j, "expert_weights",
+                                    cJSON_CreateString(x3_expert_weighting_name(job->experts.weighting)), err));
+    }
     X3_TRY(rc, out, x3_json_add(j, "seed", cJSON_CreateNumber((double)o->quant.seed), err));
     X3_TRY(rc, out, x3_json_add(j, "rows", cJSON_CreateNumber((double)job->n_rows), err));
     X3_TRY(rc, out, x3_json_add(j, "cols", cJSON_CreateNumber((double)o->cols), err));
@@ -138,25 +143,27 @@ out:
 
 /* ---- estimates ---- */
 
-/* Bytes while one input's linears are quantized: copies of the n x n matrices (A and C of all inputs of the layer; the
- * damped A, L, the rotated A and a float64 factor), and per output column the source, target, regularized weight and
- * codes, with three more of the widest linear for the refit. */
-static uint64_t quantize_bytes(const x3_layer_desc *l, bool both_paths)
+/* Bytes while one input's linears are quantized: copies of the n x n matrices (the damped A, L, the rotated A and a float64
+ * factor), and per output column the source, target, regularized weight and codes, with three more of the widest linear
+ * for the refit. In a layer with experts quantized ones wait for the others. */
+static uint64_t quantize_bytes(const x3_job *job, size_t layer)
 {
-    uint64_t hessians = 0, most = 0;
+    const x3_layer_desc *l = &job->source->model->layers[layer];
+    const x3_planned_group *planned = job->plan->groups + x3_job_first_group(job, layer);
+    uint64_t most = 0, waiting = 0;
 
     for (size_t i = 0; i < l->n_linears;) {
         const int input = l->linears[i].input;
         uint64_t n = x3_round_up(l->linears[i].n_in, 128), columns = 0, widest = 0;
-        hessians += (both_paths ? 2 : 1) * (uint64_t)l->linears[i].n_in * l->linears[i].n_in;
         for (; i < l->n_linears && l->linears[i].input == input; i++) {
             uint64_t m = x3_round_up(l->linears[i].n_out, 128);
             columns += m;
             widest = x3_max_size(widest, m);
+            waiting += n * m * (uint64_t)planned[i].K / 8;
         }
         most = x3_max_size(most, 5 * n * n + n * (4 * columns + 3 * widest));
     }
-    return sizeof(float) * (hessians + most);
+    return sizeof(float) * most + (l->ffn == X3_FFN_MOE ? waiting : 0);
 }
 
 static uint64_t head_bytes(const x3_job *job)
@@ -167,24 +174,78 @@ static uint64_t head_bytes(const x3_job *job)
     return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 7 * n * columns);
 }
 
+/* Gate and up of experts on their own tokens, unless asked otherwise, or unless that would be too much for one layer. */
+static void choose_expert_options(x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    x3_expert_options own = {.own = true, .weighting = job->o.expert_weighting};
+    uint64_t most = 0, of_expert;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].ffn == X3_FFN_MOE) {
+            (void)x3_layer_stats_bytes(&m->layers[i], &own, true, &of_expert);
+            most = x3_max_size(most, of_expert * m->layers[i].moe.rule.n_experts);
+            job->summary.n_experts = x3_max_size(job->summary.n_experts, m->layers[i].moe.rule.n_experts);
+        }
+    job->experts = own;
+    job->experts.own = job->o.expert_hessian == X3_EXPERT_HESSIAN_OWN ||
+                       (job->o.expert_hessian == X3_EXPERT_HESSIAN_AUTO && most <= X3_OWN_HESSIAN_BYTES);
+}
+
+/* Bytes of the layer that needs most, with the Hessians of at_once experts. */
+static uint64_t layer_bytes(const x3_job *job, size_t at_once)
+{
+    const x3_model *m = job->source->model;
+    const bool both = job->o.quant.target_blend > 0;
+    uint64_t most = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++) {
+        uint64_t of_expert, others = x3_layer_stats_bytes(&m->layers[i], &job->experts, both, &of_expert);
+        size_t n = m->layers[i].ffn == X3_FFN_MOE ? x3_min_size(at_once, m->layers[i].moe.rule.n_experts) : 0;
+        most = x3_max_size(most, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(job, i) + others +
+                                     n * of_expert);
+    }
+    return most;
+}
+
+/* Largest number of experts at once that fits, at least 1; bytes of the whole with it. */
+static uint64_t fit_experts(const x3_job *job, uint64_t fixed, uint64_t head, uint64_t budget, size_t *at_once)
+{
+    size_t low = 1, high = x3_max_size(job->summary.n_experts, 1);
+
+    while (low < high) {
+        size_t middle = (low + high + 1) / 2;
+        if (fixed + x3_max_size(layer_bytes(job, middle), head) <= budget)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    *at_once = low;
+    return fixed + x3_max_size(layer_bytes(job, low), head);
+}
+
+/* Hidden states go to disk when they do not fit beside an eighth of a layer's experts: every pass over the text for some
+ * more experts costs a run through attention. */
 static void estimate_memory(x3_job *job)
 {
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    uint64_t capture = x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
-    uint64_t layer = 0;
+    const uint64_t fixed = (64u << 20) + x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
+    const uint64_t head = head_bytes(job);
+    size_t at_once;
 
-    for (size_t i = 0; i < m->n_layers; i++)
-        layer = x3_max_size(layer, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(&m->layers[i], both));
     s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * x3_state_floats(m, job->o.cols) * sizeof(float);
-    s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + (64u << 20);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
-    s->hidden_in_ram = s->peak_bytes + s->hidden_bytes <= s->memory_bytes;
-    if (s->hidden_in_ram)
-        s->peak_bytes += s->hidden_bytes;
+    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, &at_once);
+    s->hidden_in_ram = s->peak_bytes <= s->memory_bytes && 8 * at_once >= s->n_experts;
+    if (!s->hidden_in_ram)
+        s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, &at_once);
+    s->experts_at_once = s->n_experts == 0 ? 0 : at_once;
+    s->expert_passes = s->n_experts == 0 ? 0 : (s->n_experts + at_once - 1) / at_once;
+    s->own_hessians = job->experts.own;
 }
 
 /* Free bytes of the file system that will hold `path`, which need not exist yet. */
@@ -279,6 +340,7 @@ x3_status x3_job_estimate(x3_job *job, x3_err *err)
     x3_status rc;
 
     *s = (x3_job_summary){
+        .n_experts = s->n_experts,
         .n_layers = job->source->model->n_layers,
         .source_bytes = job->source->st->total_bytes,
         .body_bits = job->allocation.body_bits,
@@ -353,6 +415,33 @@ static x3_status check_space(const x3_job *job, x3_err *err)
     return X3_OK;
 }
 
+static const char *const hessian_names[] = {"auto", "layer", "own"}, *const weighting_names[] = {"none", "down", "all"};
+
+bool x3_expert_hessian_parse(const char *name, x3_expert_hessian *out)
+{
+    for (int i = 0; i < 3; i++)
+        if (strcmp(name, hessian_names[i]) == 0) {
+            *out = (x3_expert_hessian)i;
+            return true;
+        }
+    return false;
+}
+
+bool x3_expert_weighting_parse(const char *name, x3_expert_weighting *out)
+{
+    for (int i = 0; i < 3; i++)
+        if (strcmp(name, weighting_names[i]) == 0) {
+            *out = (x3_expert_weighting)i;
+            return true;
+        }
+    return false;
+}
+
+const char *x3_expert_weighting_name(x3_expert_weighting weighting)
+{
+    return weighting_names[weighting];
+}
+
 static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
 {
     x3_status rc;
@@ -363,6 +452,7 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);
         goto out;
     }
+    choose_expert_options(job);
     if (job->o.n_texts > 0)
         X3_TRY(rc, out, read_text(job, err));
     X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie, err));

@@ -5,7 +5,8 @@
 #include "quant/job_internal.h"
 #include "quant/pack_info.h"
 
-x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, bool uncalibrated, x3_err *err)
+x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, size_t tokens, bool uncalibrated,
+                             x3_err *err)
 {
     cJSON *e = cJSON_CreateObject();
     x3_status rc;
@@ -20,6 +21,10 @@ x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hes
     X3_TRY(rc, out, x3_json_add(e, "scale", cJSON_CreateNumber(q->scale), err));
     X3_TRY(rc, out, x3_json_add(e, "positions", cJSON_CreateNumber((double)h->n_rows), err));
     X3_TRY(rc, out, x3_json_add(e, "dropped", cJSON_CreateNumber((double)h->n_dropped), err));
+    if (tokens != SIZE_MAX)
+        X3_TRY(rc, out, x3_json_add(e, "expert_tokens", cJSON_CreateNumber((double)tokens), err));
+    if (h->blended > 0)
+        X3_TRY(rc, out, x3_json_add(e, "blended", cJSON_CreateNumber(h->blended), err));
     if (uncalibrated)
         X3_TRY(rc, out, x3_json_add(e, "uncalibrated", cJSON_CreateTrue(), err));
     *out = e;

@@ -229,14 +229,13 @@ static x3_status weight_error(x3_device *dev, const x3_checkpoint *pack, const x
                               const x3_linear_desc *d, double *error, x3_err *err)
 {
     enum { ROWS = 256 };
-    const x3_tensor *t = x3_checkpoint_weight(source, d);
     float *w = NULL, *eye = NULL, *got = NULL, *d_eye = NULL, *d_got = NULL;
     double squares = 0, norm = 0;
     x3_weight q = {0};
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&w, d->n_out * d->n_in, sizeof *w, err));
-    X3_TRY(rc, out, x3_dense_read(source, t, 0, d->n_out, w, err));
+    X3_TRY(rc, out, x3_dense_read(source, d, 0, d->n_out, w, err));
     X3_TRY(rc, out, x3_linear_load(&q, dev, pack, d, err));
     x3_device_free(dev, (void *)(uintptr_t)q.bias);
     q.bias = NULL;

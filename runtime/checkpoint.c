@@ -17,11 +17,41 @@ static const x3_tensor *find(const x3_checkpoint *c, const char *name, const cha
     return x3_safetensors_find(c->st, full);
 }
 
+static const x3_tensor *stack_of(const x3_checkpoint *c, const x3_linear_desc *linear)
+{
+    return linear->stack == NULL ? NULL : x3_safetensors_find(c->st, linear->stack->tensor);
+}
+
 const x3_tensor *x3_checkpoint_weight(const x3_checkpoint *c, const x3_linear_desc *linear)
 {
+    const x3_tensor *own;
+
     if (linear == &c->model->head && c->model->tied)
         return x3_safetensors_find(c->st, c->model->embed_name);
-    return find(c, linear->name, ".weight");
+    own = find(c, linear->name, ".weight");
+    return own != NULL ? own : stack_of(c, linear);
+}
+
+bool x3_checkpoint_place(const x3_checkpoint *c, const x3_linear_desc *linear, x3_weight_place *place)
+{
+    const x3_stack_desc *s = linear->stack;
+    const x3_tensor *t = x3_checkpoint_weight(c, linear);
+    uint64_t matrix;
+
+    *place = (x3_weight_place){.tensor = t, .whole = true, .out_stride = linear->n_in, .in_stride = 1};
+    if (t == NULL || s == NULL || t != stack_of(c, linear))
+        return t != NULL;
+    matrix = (uint64_t)s->index * s->n_outputs * linear->n_in;
+    place->whole = false;
+    if (s->order == X3_STACK_OUT_IN || (s->order == X3_STACK_EITHER && t->shape[1] == s->n_outputs)) {
+        place->first = matrix + (uint64_t)s->first * linear->n_in;
+        place->out_stride = (uint64_t)s->step * linear->n_in;
+    } else {
+        place->first = matrix + s->first;
+        place->out_stride = s->step;
+        place->in_stride = s->n_outputs;
+    }
+    return true;
 }
 
 const x3_tensor *x3_checkpoint_bias(const x3_checkpoint *c, const x3_linear_desc *linear)
@@ -97,6 +127,39 @@ static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings
     set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
 }
 
+static bool is_stack_shape(const x3_tensor *t, const x3_stack_desc *s, size_t n_in, bool out_in)
+{
+    return t->rank == 3 && t->shape[0] == s->n_stack && t->shape[1] == (out_in ? s->n_outputs : n_in) &&
+           t->shape[2] == (out_in ? n_in : s->n_outputs);
+}
+
+/* The tensor of all experts that linear d is a part of. It is looked at once, for the first part of its first matrix;
+ * the others only refuse a weight of their own beside it. */
+static void account_stack(x3_checkpoint *c, const x3_linear_desc *d, const x3_tensor *t, x3_findings *f)
+{
+    const x3_stack_desc *s = d->stack;
+    const x3_tensor *own = find(c, d->name, ".weight");
+    const bool either = s->order == X3_STACK_EITHER;
+    char shape[128];
+
+    if (own != NULL)
+        x3_findings_add(f, "%s: %s is there, and so is %s, which has it too", file_of(c, own), own->name, t->name);
+    if (s->index != 0 || s->first != 0)
+        return;
+    set_role(c, t, X3_ROLE_WEIGHT, NULL);
+    if (t->dtype != X3_BF16 && t->dtype != X3_F16 && t->dtype != X3_F32)
+        x3_findings_add(f, "%s: %s has type %s, a tensor of all experts must be BF16, F16 or F32", file_of(c, t), t->name,
+                        x3_dtype_name(t->dtype));
+    if (!((either || s->order == X3_STACK_OUT_IN) && is_stack_shape(t, s, d->n_in, true)) &&
+        !((either || s->order == X3_STACK_IN_OUT) && is_stack_shape(t, s, d->n_in, false)))
+        x3_findings_add(f, "%s: %s has shape %s, the config says %zu experts of %zu outputs and %zu inputs", file_of(c, t),
+                        t->name, x3_tensor_shape_text(t, shape), s->n_stack, s->n_outputs, d->n_in);
+    else if (either && s->n_outputs == d->n_in)
+        x3_findings_add(f, "%s: %s has shape %s: a square matrix does not tell which side is the outputs, and neither does "
+                           "model_type \"%s\"; store one tensor per expert",
+                        file_of(c, t), t->name, x3_tensor_shape_text(t, shape), c->model->model_type);
+}
+
 static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_findings *f, x3_err *err)
 {
     const x3_tensor *weight = x3_checkpoint_weight(c, d), *bias = find(c, d->name, ".bias");
@@ -119,7 +182,9 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
                 x3_findings_add(f, "%s: has a group and a plain weight too", d->name);
         }
     }
-    if (!found) {
+    if (!found && stack_of(c, d) != NULL) {
+        account_stack(c, d, stack_of(c, d), f);
+    } else if (!found) {
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
         expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);

@@ -12,6 +12,7 @@
 
 #include "formats/base.h"
 #include "kernels/codebook.h"
+#include "kernels/route.h"
 #include "kernels/score.h"
 
 typedef struct x3_device x3_device;
@@ -135,6 +136,20 @@ typedef struct x3_rope_args {
     const float *d_cos_sin; /* [position][2][n_rotated / 2] */
 } x3_rope_args;
 
+/* A linear of every expert at once. Rows of the input go to experts in slots: those of expert e are
+ * [first[e], first[e + 1]). */
+typedef struct x3_expert_args {
+    const x3_weight *weights; /* host; expert e's is weights[e * stride]. They have one shape, any kind and K */
+    size_t n_experts, stride;
+    const int32_t *d_first; /* device, [n_experts + 1] */
+    const int32_t *d_rows;  /* device, [slots]: the row of x of every slot; NULL: slot s reads row s */
+    size_t n_slots;         /* at most d_first[n_experts] */
+    const float *d_x;
+    size_t ldx;
+    float *d_y; /* row s is slot s */
+    size_t ldy;
+} x3_expert_args;
+
 /* One matrix of several that are encoded against the same L. */
 typedef struct x3_ldlq_job {
     x3_codebook codebook;
@@ -189,6 +204,24 @@ typedef struct x3_device_ops {
     x3_status (*select)(x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err);
     x3_status (*conv_silu)(x3_device *dev, const x3_conv_args *args, const x3_batch *batch, x3_err *err);
     x3_status (*delta_rule)(x3_device *dev, const x3_delta_args *args, const x3_batch *batch, x3_err *err);
+    /* x[r][i] *= 1 / (1 + exp(-gate[r])), x [n_rows][n] without gaps */
+    x3_status (*sigmoid_scale)(x3_device *dev, float *d_x, const float *d_gate, size_t n_rows, size_t n, x3_err *err);
+
+    /* ---- mixture of experts; a row's results do not depend on the other rows ---- */
+    /* logits [n_rows][n_experts], correction [n_experts] or NULL, ids and weights [n_rows][n_chosen]: route.h. */
+    x3_status (*route)(x3_device *dev, const x3_route_rule *rule, const float *d_logits, const float *d_correction,
+                       size_t n_rows, int32_t *d_ids, float *d_weights, x3_err *err);
+    /* Slots by expert, and inside an expert by row: first [n_experts + 1], rows [n_rows * n_chosen] the row of a slot,
+     * slots [n_rows][n_chosen] the slot of a choice. */
+    x3_status (*group_rows)(x3_device *dev, const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts,
+                            int32_t *d_first, int32_t *d_rows, int32_t *d_slots, x3_err *err);
+    /* out[i] = x[rows[i]], n floats each, without gaps. */
+    x3_status (*gather_rows)(x3_device *dev, const float *d_x, const int32_t *d_rows, size_t n_rows, size_t n, float *d_out,
+                             x3_err *err);
+    x3_status (*expert_linear)(x3_device *dev, const x3_expert_args *args, x3_err *err);
+    /* out[r] = (add ? out[r] : 0) + weights[r][0] * y[slots[r][0]] + weights[r][1] * y[slots[r][1]] + ..., in this order. */
+    x3_status (*combine_rows)(x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows,
+                              size_t n_chosen, size_t n, bool add, float *d_out, x3_err *err);
     /* x[i] += y[i] */
     x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
 

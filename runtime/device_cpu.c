@@ -73,7 +73,7 @@ static x3_status cpu_sync(x3_device *dev, x3_err *err)
     return X3_OK;
 }
 
-static x3_status grow_scratch(struct scratch *s, size_t n_bytes, x3_err *err)
+x3_status x3_cpu_grow(struct scratch *s, size_t n_bytes, x3_err *err)
 {
     if (s->n_bytes >= n_bytes)
         return X3_OK;
@@ -90,7 +90,7 @@ x3_status x3_cpu_reserve(x3_device_cpu *cpu, size_t n_bytes, x3_err *err)
     x3_status rc = X3_OK;
 
     for (int i = 0; i < x3_pool_threads(cpu->pool) && rc == X3_OK; i++)
-        rc = grow_scratch(&cpu->thread_scratch[i], n_bytes, err);
+        rc = x3_cpu_grow(&cpu->thread_scratch[i], n_bytes, err);
     return rc;
 }
 
@@ -114,116 +114,6 @@ x3_status x3_cpu_trellis(x3_device_cpu *cpu, x3_codebook codebook, int K, const 
 
     *out = *t;
     return rc;
-}
-
-/* ---- linear ---- */
-
-struct linear_work {
-    x3_device_cpu *cpu;
-    const x3_weight *w;
-    const float *x, *values;
-    float *y, *inner, *suh, *svh;
-    size_t ldx, ldy, n_rows, n_chunks;
-};
-
-static void dense_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    const x3_weight *w = t->w;
-    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
-    x3_dense_item d = {
-        .weight = w->data,
-        .type = w->kind == X3_WEIGHT_BF16 ? X3_DENSE_BF16 : w->kind == X3_WEIGHT_F16 ? X3_DENSE_F16 : X3_DENSE_F32,
-        .n_out = w->n_out,
-        .n_in = w->n_in,
-        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
-        .bias = w->bias,
-        .reverse = t->cpu->base.reverse_sums,
-        .x = t->x + first * t->ldx,
-        .ldx = t->ldx,
-        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
-        .y = t->y + first * t->ldy,
-        .ldy = t->ldy,
-    };
-
-    x3_dense_linear_cpu(t->cpu->k, &d, t->cpu->thread_scratch[thread].p);
-}
-
-static void exl3_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    const x3_weight *w = t->w;
-    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
-    x3_exl3_item e = {
-        .words = w->data,
-        .values = t->values,
-        .K = w->K,
-        .n_in_padded = w->n_in_padded,
-        .n_out_padded = w->n_out_padded,
-        .n_out = w->n_out,
-        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
-        .svh = t->svh,
-        .bias = w->bias,
-        .reverse = t->cpu->base.reverse_sums,
-        .x = t->inner + first * w->n_in_padded,
-        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
-        .y = t->y + first * t->ldy,
-        .ldy = t->ldy,
-    };
-
-    x3_exl3_linear_cpu(t->cpu->k, &e, t->cpu->thread_scratch[thread].p);
-}
-
-#define INPUT_ROWS 16
-
-static void input_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    size_t first = item * INPUT_ROWS;
-
-    (void)thread;
-    x3_exl3_input_cpu(t->cpu->k, t->x + first * t->ldx, t->ldx, x3_min_size(INPUT_ROWS, t->n_rows - first), t->w->n_in,
-                      t->w->n_in_padded, t->suh, t->inner + first * t->w->n_in_padded);
-}
-
-static x3_status exl3_linear(struct linear_work *t, x3_err *err)
-{
-    const x3_weight *w = t->w;
-    x3_device_cpu *cpu = t->cpu;
-    x3_status rc = grow_scratch(&cpu->shared, (t->n_rows * w->n_in_padded + w->n_in_padded + w->n_out_padded) * 4, err);
-
-    if (rc == X3_OK)
-        rc = x3_cpu_values(cpu, w->codebook, &t->values, err);
-    if (rc != X3_OK)
-        return rc;
-    t->inner = cpu->shared.p;
-    t->suh = t->inner + t->n_rows * w->n_in_padded;
-    t->svh = t->suh + w->n_in_padded;
-    for (size_t i = 0; i < w->n_in_padded; i++)
-        t->suh[i] = x3_f16_to_f32(w->suh[i]);
-    for (size_t i = 0; i < w->n_out_padded; i++)
-        t->svh[i] = x3_f16_to_f32(w->svh[i]);
-    x3_pool_run(cpu->pool, (t->n_rows + INPUT_ROWS - 1) / INPUT_ROWS, input_item, t);
-    x3_pool_run(cpu->pool, w->n_out_padded / X3_LINEAR_COLS * t->n_chunks, exl3_item, t);
-    return X3_OK;
-}
-
-static x3_status cpu_linear(x3_device *dev, const x3_weight *w, const float *x, size_t ldx, size_t n_rows, float *y,
-                            size_t ldy, x3_err *err)
-{
-    struct linear_work t = {.cpu = x3_cpu(dev), .w = w, .x = x, .ldx = ldx, .n_rows = n_rows, .y = y, .ldy = ldy};
-    x3_status rc;
-
-    if (n_rows == 0)
-        return X3_OK;
-    t.n_chunks = (n_rows + X3_LINEAR_ROWS - 1) / X3_LINEAR_ROWS;
-    rc = x3_cpu_reserve(t.cpu, X3_LINEAR_SCRATCH * sizeof(float), err);
-    if (rc != X3_OK)
-        return rc;
-    if (w->kind == X3_WEIGHT_EXL3)
-        return exl3_linear(&t, err);
-    x3_pool_run(t.cpu->pool, (w->n_out + X3_LINEAR_COLS - 1) / X3_LINEAR_COLS * t.n_chunks, dense_item, &t);
-    return X3_OK;
 }
 
 /* ---- norm, rope, activation ---- */
@@ -516,7 +406,7 @@ static const x3_device_ops cpu_ops = {
     .copy_heads = x3_cpu_copy_heads,
     .zero = cpu_zero,
     .sync = cpu_sync,
-    .linear = cpu_linear,
+    .linear = x3_cpu_linear,
     .rms_norm = cpu_rms_norm,
     .rope = cpu_rope,
     .kv_append = cpu_kv_append,
@@ -528,6 +418,12 @@ static const x3_device_ops cpu_ops = {
     .select = x3_cpu_select,
     .conv_silu = x3_cpu_conv_silu,
     .delta_rule = x3_cpu_delta_rule,
+    .sigmoid_scale = x3_cpu_sigmoid_scale,
+    .route = x3_cpu_route,
+    .group_rows = x3_cpu_group_rows,
+    .gather_rows = x3_cpu_gather_rows,
+    .expert_linear = x3_cpu_expert_linear,
+    .combine_rows = x3_cpu_combine_rows,
     .add = cpu_add,
     .score = cpu_score,
     .gram = x3_cpu_gram,

@@ -19,7 +19,8 @@ static size_t scratch_floats(const x3_model *m, size_t n_rows)
     for (size_t i = 0; i < m->n_layers; i++) {
         const x3_layer_desc *l = &m->layers[i];
         most = x3_max_size(most, mixer_scratch(l, n_rows));
-        most = x3_max_size(most, x3_mlp_scratch(&l->mlp, n_rows));
+        most = x3_max_size(most, l->ffn == X3_FFN_MOE ? x3_moe_scratch(&l->moe, m->hidden, n_rows)
+                                                      : x3_mlp_scratch(&l->mlp, n_rows));
     }
     return most + 2 * n_rows * m->hidden; /* normed input and block output */
 }
@@ -67,6 +68,7 @@ x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *mo
     f->model = model;
     f->max_rows = max_rows;
     f->max_positions = max_positions;
+    f->end_expert = SIZE_MAX;
     f->scratch_floats = scratch_floats(model, max_rows);
     X3_TRY(rc, out, x3_device_floats(dev, &f->d_scratch, f->scratch_floats, err));
     X3_TRY(rc, out, x3_alloc(&f->d_ropes, model->n_ropes, sizeof *f->d_ropes, err));
@@ -105,8 +107,10 @@ x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index,
     bool first = index == 0 || w->desc->linears[index - 1].input != d->input;
     x3_status rc = X3_OK;
 
-    if (f->capture != NULL && first)
-        rc = f->capture(f->capture_arg, w->desc, d->input, d_x, n_rows, d->n_in, err);
+    if (f->capture != NULL && first) {
+        const x3_captured c = {.layer = w->desc, .input = d->input, .d_x = d_x, .n_rows = n_rows, .n = d->n_in, .expert = -1};
+        rc = f->capture(f->capture_arg, &c, err);
+    }
     if (rc == X3_OK)
         rc = f->dev->ops->linear(f->dev, &w->linears[index], d_x, d->n_in, n_rows, d_y, d->n_out, err);
     return rc;
@@ -141,7 +145,10 @@ x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_ba
                                   hidden, err));
     switch (l->ffn) {
     case X3_FFN_MLP:
-        X3_TRY(rc, out, x3_mlp_forward(f, w, batch, d_in, d_out, d_rest, err));
+        X3_TRY(rc, out, x3_mlp_forward(f, w, &l->mlp, n, d_in, d_out, d_rest, err));
+        break;
+    case X3_FFN_MOE:
+        X3_TRY(rc, out, x3_moe_forward(f, w, batch, d_in, d_out, d_rest, err));
         break;
     }
     X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));

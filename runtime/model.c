@@ -15,6 +15,11 @@ static const x3_family families[] = {
     {.model_type = "qwen2", .qkv_bias = X3_BIAS_ALWAYS, .window = X3_WINDOW_LAYER_TYPES},
     {.model_type = "qwen3", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
      .window = X3_WINDOW_LAYER_TYPES},
+    {.model_type = "qwen3_moe", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
+     .window = X3_WINDOW_OPTION, .moe = &x3_moe_qwen3},
+    {.model_type = "glm4_moe", .qkv_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_CONFIG, .partial_rope = true,
+     .moe = &x3_moe_glm4},
+    {.model_type = "mixtral", .window = X3_WINDOW_ALL_LAYERS, .moe = &x3_moe_mixtral},
     {.model_type = "mimo_v2_flash", .qkv_bias = X3_BIAS_CONFIG, .window = X3_WINDOW_PATTERN, .partial_rope = true, .rotated_part = 0.334,
      .window_kv_factor = 2, .window_sinks = true, .value_scale = true, .carried = mimo_carried},
     {.model_type = "qwen3_next", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
@@ -36,7 +41,7 @@ static const x3_family families[] = {
 
 const char *x3_model_types(void)
 {
-    return "llama, mistral, qwen2, qwen3, mimo_v2_flash, qwen3_next, qwen3_5_text, deepseek_v3, deepseek_v32, glm_moe_dsa";
+    return "llama, mistral, qwen2, qwen3, qwen3_moe, glm4_moe, mixtral, mimo_v2_flash, qwen3_next, qwen3_5_text, deepseek_v3, deepseek_v32, glm_moe_dsa";
 }
 
 /* Options that this version reads, for any family. */
@@ -56,7 +61,8 @@ static const char *const harmless_keys[] = {
     "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task", "is_decoder",
     "is_encoder_decoder", "cross_attention_hidden_size", "chunk_size_feed_forward", "tie_encoder_decoder",
     "torchscript", "pruned_heads", "gradient_checkpointing", "is_llama_config", "_flash_attn_2_enabled",
-    "unsloth_version", "unsloth_fixed", "language", "license"};
+    "unsloth_version", "unsloth_fixed", "language", "license", "router_aux_loss_coef", "output_router_logits",
+    "router_jitter_noise"};
 
 static bool is_listed(const char *key, const char *const *list, size_t n)
 {
@@ -80,6 +86,8 @@ static x3_status reject_unknown_options(const x3_hf_config *c, const x3_family *
         bool skip = false;
         for (size_t i = 0; ignored != NULL && ignored[i] != NULL; i++)
             skip = skip || strcmp(o->string, ignored[i]) == 0;
+        for (size_t i = 0; f->moe != NULL && f->moe->keys[i] != NULL; i++)
+            skip = skip || strcmp(o->string, f->moe->keys[i]) == 0;
         if (skip || is_neutral(o) || x3_build_mixer_reads(f, o->string) ||
             is_listed(o->string, read_keys, sizeof read_keys / sizeof *read_keys) ||
             is_listed(o->string, harmless_keys, sizeof harmless_keys / sizeof *harmless_keys))
@@ -225,12 +233,13 @@ out:
 }
 
 #define MLP_LINEARS 3
-#define LAYER_NORMS 2
+#define OTHER_VECTORS 3 /* two norms, and the correction of a router */
 
 static x3_status build_layer(x3_builder *b, size_t layer)
 {
     x3_layer_desc *l = &b->m->layers[layer];
-    const size_t n_linears = X3_MIXER_LINEARS + MLP_LINEARS, n_vectors = X3_MIXER_VECTORS + LAYER_NORMS;
+    const bool moe = x3_build_is_moe(b, layer);
+    const size_t n_linears = X3_MIXER_LINEARS + (moe ? x3_build_moe_linears(b) : MLP_LINEARS);
     const bool bias = x3_build_has_bias(b->f->mlp_bias, b->mlp_bias);
     char *prefix;
     x3_status rc;
@@ -238,11 +247,15 @@ static x3_status build_layer(x3_builder *b, size_t layer)
     X3_TRY(rc, out, x3_arena_printf(&b->m->arena, &prefix, b->err, "%s.layers.%zu", b->prefix, layer));
     l->prefix = prefix;
     X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->linears, n_linears, sizeof *l->linears, b->err));
-    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->vectors, n_vectors, sizeof *l->vectors, b->err));
+    X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->vectors, X3_MIXER_VECTORS + OTHER_VECTORS, sizeof *l->vectors, b->err));
     X3_TRY(rc, out, x3_build_norm(b, l, "input_layernorm.weight", b->m->hidden, &l->mixer_norm));
     X3_TRY(rc, out, x3_build_mixer(b, l, layer));
     X3_TRY(rc, out, x3_build_norm(b, l, "post_attention_layernorm.weight", b->m->hidden, &l->ffn_norm));
-    rc = x3_build_mlp(b, l, "mlp", b->n_inner, bias, (int)l->n_inputs, X3_MIXER_TIES, &l->mlp);
+    l->ffn = moe ? X3_FFN_MOE : X3_FFN_MLP;
+    if (moe)
+        rc = x3_build_moe(b, l, (int)l->n_inputs, X3_MIXER_TIES);
+    else
+        rc = x3_build_mlp(b, l, "mlp", b->n_inner, bias, (int)l->n_inputs, X3_MIXER_TIES, &l->mlp);
 out:
     return rc;
 }
@@ -282,6 +295,8 @@ static x3_status build(x3_builder *b)
     X3_TRY(rc, out, read_sizes(b));
     X3_TRY(rc, out, read_options(b));
     X3_TRY(rc, out, x3_build_mixer_options(b));
+    if (b->f->moe != NULL)
+        X3_TRY(rc, out, x3_build_moe_options(b));
     X3_TRY(rc, out, x3_arena_alloc(&m->arena, &m->layers, m->n_layers, sizeof *m->layers, b->err));
     for (size_t i = 0; i < m->n_layers; i++)
         X3_TRY(rc, out, build_layer(b, i));

@@ -8,7 +8,24 @@
 #define X3_MODEL_H
 
 #include "formats/hf_config.h"
+#include "kernels/route.h"
 #include "runtime/rope.h"
+
+/* How the matrices of a tensor of experts lie: told by the family, or by the shape where that can tell. */
+typedef enum x3_stack_order {
+    X3_STACK_OUT_IN, /* [n_experts][outputs][inputs] */
+    X3_STACK_IN_OUT, /* [n_experts][inputs][outputs] */
+    X3_STACK_EITHER  /* by the shape; a square one is refused */
+} x3_stack_order;
+
+/* A weight's place in a tensor that holds a matrix for every expert: output o of the linear is output first + o * step
+ * of matrix `index`. Checkpoints have either this tensor or <name>.weight. */
+typedef struct x3_stack_desc {
+    const char *tensor;
+    size_t n_stack, index;
+    size_t n_outputs, first, step; /* n_outputs: of the whole matrix, gate and up together */
+    x3_stack_order order;
+} x3_stack_desc;
 
 typedef struct x3_linear_desc {
     const char *name; /* of the module: "model.layers.0.self_attn.q_proj"; its tensor is <name>.weight [n_out][n_in] */
@@ -18,6 +35,7 @@ typedef struct x3_linear_desc {
     int input;      /* linears of a layer with the same number share their input, so their Hessian and signs */
     int tie;        /* linears of a layer with the same number get the same K */
     int tie_fused;  /* the same under --tie fused */
+    const x3_stack_desc *stack; /* or NULL */
 } x3_linear_desc;
 
 typedef struct x3_vector_desc {
@@ -28,7 +46,7 @@ typedef struct x3_vector_desc {
 } x3_vector_desc;
 
 typedef enum x3_mixer_kind { X3_MIXER_GQA, X3_MIXER_DELTA_NET, X3_MIXER_MLA } x3_mixer_kind;
-typedef enum x3_ffn_kind { X3_FFN_MLP } x3_ffn_kind;
+typedef enum x3_ffn_kind { X3_FFN_MLP, X3_FFN_MOE } x3_ffn_kind;
 
 /* Attention with keys and values of n_kv_heads heads. */
 typedef struct x3_gqa_desc {
@@ -78,6 +96,18 @@ typedef struct x3_mlp_desc {
     int gate, up, down;
 } x3_mlp_desc;
 
+/* Experts of which a router chooses some for every row, and an MLP for all rows beside them where the family has one. */
+typedef struct x3_moe_desc {
+    x3_route_rule rule;
+    size_t n_inner;   /* of an expert */
+    int router;       /* linear, never quantized */
+    int correction;   /* vector [n_experts], -1: none */
+    int first_expert; /* linear: gate, up and down of expert e are first_expert + 3 e, + 1, + 2 */
+    bool has_shared;
+    x3_mlp_desc shared;
+    int shared_gate;  /* linear with one output, never quantized: its sigmoid scales the shared MLP; -1: none */
+} x3_moe_desc;
+
 typedef struct x3_layer_desc {
     const char *prefix; /* "model.layers.0" */
     x3_linear_desc *linears;
@@ -91,6 +121,7 @@ typedef struct x3_layer_desc {
     x3_mla_desc mla;
     x3_ffn_kind ffn;
     x3_mlp_desc mlp;
+    x3_moe_desc moe;
 } x3_layer_desc;
 
 /* Tensors that the text model does not use (towers, draft layers): a pack carries them byte for byte. */
@@ -131,6 +162,9 @@ const char *x3_model_carries(const x3_model *m, const char *tensor);
 /* Positions (int32) a row that layers hand to later layers beside the residual stream, for sequences of n_positions:
  * see x3_batch.d_selected. 0 for most models, and for sequences that an indexer would select whole. */
 size_t x3_model_selected(const x3_model *m, size_t n_positions);
+
+/* The expert that linear `index` of a layer belongs to, or -1. */
+int x3_layer_expert(const x3_layer_desc *l, size_t index);
 
 /* Every linear of the model, layer by layer, the head last: *layer is n_layers for the head. NULL past the end. */
 const x3_linear_desc *x3_model_linear(const x3_model *m, size_t index, size_t *layer);

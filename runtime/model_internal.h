@@ -20,6 +20,35 @@ typedef enum x3_delta_rule { X3_DELTA_NONE, X3_DELTA_FUSED, X3_DELTA_SPLIT } x3_
 /* Rope of a sparse indexer: pairs (i, i + n / 2), or (2 i, 2 i + 1). */
 typedef enum x3_indexer_rule { X3_INDEXER_NONE, X3_INDEXER_HALVES, X3_INDEXER_PAIRS } x3_indexer_rule;
 
+/* Which layers have experts. */
+typedef enum x3_moe_layers {
+    X3_MOE_ALL,
+    X3_MOE_STEP,       /* every decoder_sparse_step-th, without mlp_only_layers */
+    X3_MOE_AFTER_DENSE /* from first_k_dense_replace on */
+} x3_moe_layers;
+
+typedef enum x3_moe_normalize { X3_MOE_NORM_ALWAYS, X3_MOE_NORM_CONFIG_YES, X3_MOE_NORM_CONFIG_NO } x3_moe_normalize;
+
+#define X3_EXPERT_KEYS 3
+
+/* Experts of a family. Names stand below the layer's prefix; NULL: the family has none of it. */
+typedef struct x3_moe_family {
+    x3_route_scores scores;
+    x3_moe_layers layers;
+    x3_moe_normalize normalize; /* norm_topk_prob, and what it is when the config leaves it out */
+    bool grouped;               /* reads n_group, topk_group and routed_scaling_factor */
+    const char *expert_keys[X3_EXPERT_KEYS]; /* config keys of the number of experts; the first one present counts */
+    const char *inner_key;                   /* and of an expert's inner size */
+    const char *router, *correction;         /* module; tensor */
+    const char *experts, *gate, *up, *down;  /* <experts>.<e>.<gate> */
+    const char *stacked_gate_up, *stacked_down; /* tensors of all experts, gate and up one after the other */
+    x3_stack_order stack_order;
+    const char *shared;                      /* module: <shared>.gate_proj, ... */
+    const char *shared_key;                  /* config key of its inner size; NULL: n_shared_experts times an expert's */
+    const char *shared_gate;                 /* module */
+    const char *const *keys;                 /* config keys that this family reads beside the common ones, NULL-terminated */
+} x3_moe_family;
+
 /* A family. What a row does not name is zero: no bias, no window, plain attention, norms as stored. */
 typedef struct x3_family {
     const char *model_type;
@@ -36,6 +65,7 @@ typedef struct x3_family {
     size_t window_kv_factor; /* KV heads of window layers over num_key_value_heads, where the config does not say */
     bool window_sinks;       /* sink bias on window layers, where the config does not say */
     bool value_scale;        /* attention_value_scale; 0.707 where the config does not say */
+    const x3_moe_family *moe;  /* NULL: dense */
     const x3_carried *carried; /* ends with a NULL prefix; NULL: none */
 } x3_family;
 
@@ -62,6 +92,12 @@ typedef struct x3_builder {
     x3_mla_desc mla;         /* sizes, scale and the indexer's sizes */
     bool use_qk_norm;
     int64_t max_window_layers;
+    struct x3_moe_options {
+        x3_route_rule rule;
+        size_t n_inner, n_shared_inner;
+        size_t n_dense, step;          /* layers before the first with experts; every step-th of the others */
+        const cJSON *mlp_only;         /* array or NULL */
+    } moe;
     x3_err *err;
 } x3_builder;
 
@@ -104,5 +140,16 @@ x3_status x3_build_mixer_options(x3_builder *b) X3_MUST;
 x3_status x3_build_mixer(x3_builder *b, x3_layer_desc *l, size_t layer) X3_MUST;
 /* Whether x3_build_mixer_options or x3_build_mixer reads this key for this family. */
 bool x3_build_mixer_reads(const x3_family *f, const char *key);
+
+/* ---- model_moe.c ---- */
+
+x3_status x3_build_moe_options(x3_builder *b) X3_MUST;
+bool x3_build_is_moe(const x3_builder *b, size_t layer);
+/* Linears and vectors that a layer with experts may have beside its mixer. */
+size_t x3_build_moe_linears(const x3_builder *b);
+/* Router, shared MLP and experts; the block's input is number `input`. */
+x3_status x3_build_moe(x3_builder *b, x3_layer_desc *l, int input, int tie) X3_MUST;
+
+extern const x3_moe_family x3_moe_qwen3, x3_moe_glm4, x3_moe_mixtral;
 
 #endif

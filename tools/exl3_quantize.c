@@ -40,6 +40,10 @@ static void print_summary(const x3_job *job)
         printf("calibration %zu rows x %zu tokens; hidden states %s %s\n", s->rows, s->cols, x3_bytes_text(s->hidden_bytes),
                s->hidden_in_ram ? "in memory" : "on disk");
     printf("memory      about %s of %s\n", x3_bytes_text(s->peak_bytes), x3_bytes_text(s->memory_bytes));
+    if (s->n_experts > 0)
+        printf("experts     %zu a layer, gate and up on %s; Hessians of %zu at once, %zu pass%s over the text a layer\n",
+               s->n_experts, s->own_hessians ? "their own tokens" : "the layer's", s->experts_at_once, s->expert_passes,
+               s->expert_passes == 1 ? "" : "es");
     printf("disk        pack %s, work %s\n", x3_bytes_text(s->out_needed), x3_bytes_text(s->work_needed));
     printf("time        about %s\n", x3_seconds_text(s->seconds));
     for (size_t i = 0; i < c->st->n_tensors; i++)
@@ -107,13 +111,13 @@ static int run_check(void *values, const char *command_line)
 /* ---- run ---- */
 
 static struct run_values {
-    const char *model, *out, *codebook, *tie, *work, *device;
+    const char *model, *out, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
     double bits, target_blend;
-    uint64_t head_bits, rows, cols, memory, seed, threads;
+    uint64_t head_bits, rows, cols, memory, seed, threads, min_expert_tokens;
     x3_list texts, ignored;
     bool uniform, resume, dry_run, overwrite, json, other_kernels;
-} run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .target_blend = 0.5, .head_bits = 6, .rows = 250,
-                .cols = 2048, .seed = 1};
+} run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .expert_hessian = "auto", .expert_weights = "none",
+                .target_blend = 0.5, .head_bits = 6, .rows = 250, .cols = 2048, .seed = 1};
 
 static const x3_option run_options[] = {
     {"bits", X3_OPT_NUMBER, offsetof(struct run_values, bits), "X", "mean bits of the body, 1 to 8, fractions too", 1, 8, true},
@@ -125,6 +129,9 @@ static const x3_option run_options[] = {
     {"rows", X3_OPT_COUNT, offsetof(struct run_values, rows), "N", "calibration rows (250)", 1, 1e9, false},
     {"cols", X3_OPT_COUNT, offsetof(struct run_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
     {"target-blend", X3_OPT_NUMBER, offsetof(struct run_values, target_blend), "A", "0: the weight, 1: the original output (0.5)", 0, 1, false},
+    {"expert-hessian", X3_OPT_TEXT, offsetof(struct run_values, expert_hessian), "H", "of gate and up: layer, own or auto (auto)", 0, 0, false},
+    {"expert-weights", X3_OPT_TEXT, offsetof(struct run_values, expert_weights), "W", "tokens by squared routing weight: none, down or all (none)", 0, 0, false},
+    {"min-expert-tokens", X3_OPT_COUNT, offsetof(struct run_values, min_expert_tokens), "N", "refuse an expert with fewer calibration tokens (0)", 0, 1e12, false},
     {"memory", X3_OPT_SIZE, offsetof(struct run_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
     {"seed", X3_OPT_COUNT, offsetof(struct run_values, seed), "N", "of the random signs (1)", 0, 9e15, false},
     {"work", X3_OPT_TEXT, offsetof(struct run_values, work), "DIR", "work folder (OUT.work)", 0, 0, false},
@@ -191,6 +198,11 @@ static int run_run(void *values, const char *command_line)
         return usage("--codebook is mul1, mcg or 3inst");
     if (!x3_tie_parse(v->tie, &o.tie))
         return usage("--tie is default, fused or none");
+    if (!x3_expert_hessian_parse(v->expert_hessian, &o.expert_hessian))
+        return usage("--expert-hessian is layer, own or auto");
+    if (!x3_expert_weighting_parse(v->expert_weights, &o.expert_weighting))
+        return usage("--expert-weights is none, down or all");
+    o.min_expert_tokens = v->min_expert_tokens;
     if (v->resume && v->overwrite)
         return usage("--resume and --overwrite exclude each other");
     o.quant.target_blend = v->target_blend;

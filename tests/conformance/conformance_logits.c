@@ -44,6 +44,31 @@ X3_TEST(logits_equal_transformers_qwen3_5_text)
     check_model("families/qwen3_5_text");
 }
 
+X3_TEST(logits_equal_transformers_qwen3_moe)
+{
+    check_model("families/qwen3_moe");
+}
+
+X3_TEST(logits_equal_transformers_glm4_moe)
+{
+    check_model("families/glm4_moe");
+}
+
+X3_TEST(logits_equal_transformers_mixtral)
+{
+    check_model("families/mixtral");
+}
+
+X3_TEST(logits_equal_transformers_tiny_glm_moe)
+{
+    check_model("models/tiny-glm-moe");
+}
+
+X3_TEST(logits_equal_transformers_small_qwen3_moe)
+{
+    check_model("models/small-qwen3-moe");
+}
+
 static size_t largest(const float *x, size_t n)
 {
     size_t best = 0;
