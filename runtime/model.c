@@ -1,48 +1,9 @@
-/* Families are rows of a table; the functions below turn a row and a config into descriptors. */
+/* A row of families.c and a config become descriptors. */
 #include "runtime/model_internal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static const x3_carried qwen_carried[] = {
-    {"mtp.", "draft layers (MTP)"}, {"model.visual.", "vision tower"}, {"visual.", "vision tower"}, {NULL, NULL}};
-static const x3_carried mimo_carried[] = {{"model.mtp.", "draft layers (MTP)"}, {NULL, NULL}};
-
-static const x3_family families[] = {
-    {.model_type = "llama", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .mlp_bias = X3_BIAS_CONFIG},
-    {.model_type = "mistral", .window = X3_WINDOW_ALL_LAYERS},
-    {.model_type = "qwen2", .qkv_bias = X3_BIAS_ALWAYS, .window = X3_WINDOW_LAYER_TYPES},
-    {.model_type = "qwen3", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
-     .window = X3_WINDOW_LAYER_TYPES},
-    {.model_type = "qwen3_moe", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
-     .window = X3_WINDOW_OPTION, .moe = &x3_moe_qwen3},
-    {.model_type = "glm4_moe", .qkv_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_CONFIG, .partial_rope = true,
-     .moe = &x3_moe_glm4},
-    {.model_type = "mixtral", .window = X3_WINDOW_ALL_LAYERS, .moe = &x3_moe_mixtral},
-    {.model_type = "mimo_v2_flash", .qkv_bias = X3_BIAS_CONFIG, .window = X3_WINDOW_PATTERN, .partial_rope = true, .rotated_part = 0.334,
-     .window_kv_factor = 2, .window_sinks = true, .value_scale = true, .carried = mimo_carried},
-    {.model_type = "qwen3_next", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
-     .centred_norms = true, .gated_attention = true, .delta_net = X3_DELTA_FUSED, .partial_rope = true,
-     .rotated_part = 0.25,
-     .carried = qwen_carried},
-    {.model_type = "qwen3_5_text", .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS,
-     .centred_norms = true, .gated_attention = true, .delta_net = X3_DELTA_SPLIT, .partial_rope = true,
-     .rotated_part = 0.25,
-     .carried = qwen_carried},
-    {.model_type = "deepseek_v3", .attention = X3_ATTENTION_MLA, .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG},
-    {.model_type = "deepseek_v32", .attention = X3_ATTENTION_MLA, .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG,
-     .indexer = X3_INDEXER_HALVES},
-    {.model_type = "glm_moe_dsa", .attention = X3_ATTENTION_MLA, .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG,
-     .indexer = X3_INDEXER_PAIRS},
-};
-
-#define N_FAMILIES (sizeof families / sizeof families[0])
-
-const char *x3_model_types(void)
-{
-    return "llama, mistral, qwen2, qwen3, qwen3_moe, glm4_moe, mixtral, mimo_v2_flash, qwen3_next, qwen3_5_text, deepseek_v3, deepseek_v32, glm_moe_dsa";
-}
 
 /* Options that this version reads, for any family. */
 static const char *const read_keys[] = {
@@ -120,7 +81,7 @@ static x3_status read_sizes(x3_builder *b)
     X3_TRY(rc, out, x3_build_size(b, "vocab_size", X3_SIZE_OPTION_MAX, true, &m->vocab));
     X3_TRY(rc, out, x3_build_size(b, "num_hidden_layers", X3_LAYERS_MAX, true, &m->n_layers));
     X3_TRY(rc, out, x3_build_size(b, "max_position_embeddings", X3_SIZE_OPTION_MAX, true, &m->max_positions));
-    X3_TRY(rc, out, x3_build_size(b, "intermediate_size", X3_SIZE_OPTION_MAX, true, &b->n_inner));
+    X3_TRY(rc, out, x3_build_size(b, "intermediate_size", X3_SIZE_OPTION_MAX, b->f->moe == NULL, &b->n_inner));
     /* MiMo releases call it layernorm_epsilon */
     const bool other_name = x3_build_mixer_reads(b->f, "layernorm_epsilon") && x3_json_get(b->text, "rms_norm_eps") == NULL;
     X3_TRY(rc, out, x3_json_number(b->text, other_name ? "layernorm_epsilon" : "rms_norm_eps", true, &eps, b->c->path,
@@ -252,7 +213,9 @@ static x3_status build_layer(x3_builder *b, size_t layer)
     X3_TRY(rc, out, x3_build_mixer(b, l, layer));
     X3_TRY(rc, out, x3_build_norm(b, l, "post_attention_layernorm.weight", b->m->hidden, &l->ffn_norm));
     l->ffn = moe ? X3_FFN_MOE : X3_FFN_MLP;
-    if (moe)
+    if (!moe && b->n_inner == 0)
+        rc = x3_fail(b->err, X3_ERR_INPUT, "%s: layer %zu is dense, and \"intermediate_size\" is missing", b->c->path, layer);
+    else if (moe)
         rc = x3_build_moe(b, l, (int)l->n_inputs, X3_MIXER_TIES);
     else
         rc = x3_build_mlp(b, l, "mlp", b->n_inner, bias, (int)l->n_inputs, X3_MIXER_TIES, &l->mlp);
@@ -316,12 +279,15 @@ x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char
     x3_status rc;
 
     *out = NULL;
-    for (size_t i = 0; i < N_FAMILIES; i++)
-        if (strcmp(config->model_type, families[i].model_type) == 0)
-            b.f = &families[i];
-    if (b.f == NULL)
+    for (size_t i = 0; i < x3_n_families; i++)
+        if (strcmp(config->model_type, x3_families[i].model_type) == 0)
+            b.f = &x3_families[i];
+    if (b.f == NULL) {
+        char types[512];
+        x3_model_types(types, sizeof types);
         return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: model_type \"%s\" is not known to this version: %s", config->path,
-                       config->model_type, x3_model_types());
+                       config->model_type, types);
+    }
     X3_TRY(rc, out, reject_unknown_options(config, b.f, ignored, err));
     X3_TRY(rc, out, x3_alloc(&b.m, 1, sizeof *b.m, err));
     X3_TRY(rc, out, build(&b));
@@ -330,6 +296,15 @@ x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char
 out:
     x3_model_free(b.m);
     return rc;
+}
+
+void x3_model_types(char *out, size_t size)
+{
+    size_t at = 0;
+
+    out[0] = '\0';
+    for (size_t i = 0; i < x3_n_families && at < size; i++)
+        at += (size_t)snprintf(out + at, size - at, "%s%s", i == 0 ? "" : ", ", x3_families[i].model_type);
 }
 
 void x3_model_free(x3_model *m)

@@ -153,8 +153,8 @@ typedef struct x3_model {
 x3_status x3_model_create(x3_model **out, const x3_hf_config *config, const char *const *ignored, x3_err *err) X3_MUST;
 void x3_model_free(x3_model *m);
 
-/* Names of the supported model types, separated by commas. */
-const char *x3_model_types(void);
+/* Names of the supported model types, separated by commas, cut to size. */
+void x3_model_types(char *out, size_t size);
 
 /* What a tensor that no descriptor names is carried as, or NULL when it is not part of such a model. */
 const char *x3_model_carries(const x3_model *m, const char *tensor);

@@ -24,7 +24,7 @@ typedef enum x3_indexer_rule { X3_INDEXER_NONE, X3_INDEXER_HALVES, X3_INDEXER_PA
 typedef enum x3_moe_layers {
     X3_MOE_ALL,
     X3_MOE_STEP,       /* every decoder_sparse_step-th, without mlp_only_layers */
-    X3_MOE_AFTER_DENSE /* from first_k_dense_replace on */
+    X3_MOE_AFTER_DENSE /* mlp_layer_types, a list moe_layer_freq, or from first_k_dense_replace on */
 } x3_moe_layers;
 
 typedef enum x3_moe_normalize { X3_MOE_NORM_ALWAYS, X3_MOE_NORM_CONFIG_YES, X3_MOE_NORM_CONFIG_NO } x3_moe_normalize;
@@ -36,7 +36,9 @@ typedef struct x3_moe_family {
     x3_route_scores scores;
     x3_moe_layers layers;
     x3_moe_normalize normalize; /* norm_topk_prob, and what it is when the config leaves it out */
+    bool one_dense;             /* X3_MOE_AFTER_DENSE: one layer where the config does not say; else it must */
     bool grouped;               /* reads n_group, topk_group and routed_scaling_factor */
+    const char *scale_key;      /* of the factor on the weights, for others; NULL: none */
     const char *expert_keys[X3_EXPERT_KEYS]; /* config keys of the number of experts; the first one present counts */
     const char *inner_key;                   /* and of an expert's inner size */
     const char *router, *correction;         /* module; tensor */
@@ -44,7 +46,8 @@ typedef struct x3_moe_family {
     const char *stacked_gate_up, *stacked_down; /* tensors of all experts, gate and up one after the other */
     x3_stack_order stack_order;
     const char *shared;                      /* module: <shared>.gate_proj, ... */
-    const char *shared_key;                  /* config key of its inner size; NULL: n_shared_experts times an expert's */
+    const char *shared_key;                  /* config key of its inner size; NULL: n_shared_key times an expert's */
+    const char *n_shared_key;                /* NULL: n_shared_experts */
     const char *shared_gate;                 /* module */
     const char *const *keys;                 /* config keys that this family reads beside the common ones, NULL-terminated */
 } x3_moe_family;
@@ -68,6 +71,9 @@ typedef struct x3_family {
     const x3_moe_family *moe;  /* NULL: dense */
     const x3_carried *carried; /* ends with a NULL prefix; NULL: none */
 } x3_family;
+
+extern const x3_family x3_families[];
+extern const size_t x3_n_families;
 
 typedef enum x3_layer_type { X3_LAYER_FULL, X3_LAYER_WINDOW, X3_LAYER_LINEAR, X3_LAYER_SPARSE } x3_layer_type;
 
@@ -97,6 +103,7 @@ typedef struct x3_builder {
         size_t n_inner, n_shared_inner;
         size_t n_dense, step;          /* layers before the first with experts; every step-th of the others */
         const cJSON *mlp_only;         /* array or NULL */
+        const cJSON *layer_kinds;      /* array of "dense" and "sparse", or of 0 and 1, or NULL */
     } moe;
     x3_err *err;
 } x3_builder;

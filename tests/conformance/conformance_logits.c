@@ -39,6 +39,46 @@ X3_TEST(logits_equal_transformers_mistral_with_window)
     check_model("families/mistral");
 }
 
+X3_TEST(logits_equal_transformers_qwen3_next)
+{
+    check_model("families/qwen3_next");
+}
+
+X3_TEST(logits_equal_transformers_qwen3_5_moe_text)
+{
+    check_model("families/qwen3_5_moe_text");
+}
+
+X3_TEST(logits_equal_transformers_mimo_v2_flash)
+{
+    check_model("families/mimo_v2_flash");
+}
+
+X3_TEST(logits_equal_transformers_deepseek_v3)
+{
+    check_model("families/deepseek_v3");
+}
+
+X3_TEST(logits_equal_transformers_glm_moe_dsa)
+{
+    check_model("families/glm_moe_dsa");
+}
+
+X3_TEST(logits_equal_transformers_deepseek_v32)
+{
+    check_model("families/deepseek_v32");
+}
+
+X3_TEST(logits_equal_transformers_glm4_moe_lite)
+{
+    check_model("families/glm4_moe_lite");
+}
+
+X3_TEST(logits_equal_transformers_hy_v3)
+{
+    check_model("families/hy_v3");
+}
+
 X3_TEST(logits_equal_transformers_qwen3_5_text)
 {
     check_model("families/qwen3_5_text");
