@@ -103,7 +103,7 @@ static void expect(x3_checkpoint *c, const char *name, const x3_tensor *t, size_
 }
 
 /* FP8 weights need their scales: one for all, one a row, or one a block. */
-static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings *f)
+static void account_scale(x3_checkpoint *c, const x3_tensor *weight, bool quantized, x3_findings *f)
 {
     const x3_tensor *scale, *input;
     char shape[128];
@@ -122,9 +122,14 @@ static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings
     if (!is_float || !(scale->n_elements == 1 || scale->n_elements == weight->shape[0] || blocks))
         x3_findings_add(f, "%s: %s is %s %s, which does not fit its weight", file_of(c, scale), scale->name,
                         x3_dtype_name(scale->dtype), x3_tensor_shape_text(scale, shape));
-    set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
     input = find(c, weight->name, "_input_scale");
-    set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    if (quantized) {
+        set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
+        set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    } else { /* the weight stays FP8, so it needs its scale */
+        set_role(c, scale, X3_ROLE_KEPT, NULL);
+        set_role(c, input, X3_ROLE_KEPT, NULL);
+    }
 }
 
 static bool is_stack_shape(const x3_tensor *t, const x3_stack_desc *s, size_t n_in, bool out_in)
@@ -188,7 +193,7 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
         expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
-        account_scale(c, weight, f);
+        account_scale(c, weight, d->quantized, f);
         if (!tied)
             set_role(c, weight, d->quantized ? X3_ROLE_WEIGHT : X3_ROLE_KEPT, NULL);
     }

@@ -23,7 +23,7 @@ static const char *const harmless_keys[] = {
     "is_encoder_decoder", "cross_attention_hidden_size", "chunk_size_feed_forward", "tie_encoder_decoder",
     "torchscript", "pruned_heads", "gradient_checkpointing", "is_llama_config", "_flash_attn_2_enabled",
     "unsloth_version", "unsloth_fixed", "language", "license", "router_aux_loss_coef", "output_router_logits",
-    "router_jitter_noise"};
+    "router_jitter_noise", "aux_loss_alpha", "seq_aux"};
 
 static bool is_listed(const char *key, const char *const *list, size_t n)
 {
@@ -39,6 +39,41 @@ static bool is_neutral(const cJSON *value)
            (cJSON_IsArray(value) && value->child == NULL);
 }
 
+static bool is_in(const char *const *list, const char *key)
+{
+    for (; list != NULL && *list != NULL; list++)
+        if (strcmp(*list, key) == 0)
+            return true;
+    return false;
+}
+
+/* *known: the family has rows for this option. A value that none of them has is an error. */
+static x3_status check_expected(const x3_hf_config *c, const x3_family *f, const cJSON *o, bool *known, x3_err *err)
+{
+    const x3_expected *e = f->expects;
+    char *text;
+    x3_status rc;
+
+    *known = false;
+    while (e != NULL && e->key != NULL && strcmp(e->key, o->string) != 0)
+        e++;
+    if (e == NULL || e->key == NULL || cJSON_IsNull(o))
+        return X3_OK;
+    *known = true;
+    text = cJSON_PrintUnformatted(o);
+    if (text == NULL)
+        return x3_fail(err, X3_ERR_MEMORY, "out of memory: %s", c->path);
+    for (const x3_expected *same = e; same->key != NULL; same++)
+        if (strcmp(same->key, o->string) == 0 && strcmp(same->value, text) == 0) {
+            cJSON_free(text);
+            return X3_OK;
+        }
+    rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: option \"%s\" is %s, which is not known for model_type \"%s\": %s", c->path,
+                 o->string, text, c->model_type, e->value);
+    cJSON_free(text);
+    return rc;
+}
+
 /* An option that nobody here has heard of may change the mathematics: it is refused by name. */
 static x3_status reject_unknown_options(const x3_hf_config *c, const x3_family *f, const char *const *ignored,
                                         x3_err *err)
@@ -47,8 +82,12 @@ static x3_status reject_unknown_options(const x3_hf_config *c, const x3_family *
         bool skip = false;
         for (size_t i = 0; ignored != NULL && ignored[i] != NULL; i++)
             skip = skip || strcmp(o->string, ignored[i]) == 0;
-        for (size_t i = 0; f->moe != NULL && f->moe->keys[i] != NULL; i++)
-            skip = skip || strcmp(o->string, f->moe->keys[i]) == 0;
+        if (!skip) {
+            x3_status rc = check_expected(c, f, o, &skip, err);
+            if (rc != X3_OK)
+                return rc;
+        }
+        skip = skip || is_in(f->harmless, o->string) || (f->moe != NULL && is_in(f->moe->keys, o->string));
         if (skip || is_neutral(o) || x3_build_mixer_reads(f, o->string) ||
             is_listed(o->string, read_keys, sizeof read_keys / sizeof *read_keys) ||
             is_listed(o->string, harmless_keys, sizeof harmless_keys / sizeof *harmless_keys))
@@ -105,6 +144,10 @@ static x3_status read_options(x3_builder *b)
     X3_TRY(rc, out, x3_json_bool(b->text, "tie_word_embeddings", false, &tied_here, b->c->path, b->err));
     X3_TRY(rc, out, x3_json_bool(b->c->config, "tie_word_embeddings", false, &tied_here, b->c->path, b->err));
     b->m->tied = tied_here;
+    if (b->f->qkv_bias == X3_BIAS_QKV) {
+        b->attention_bias = true;
+        X3_TRY(rc, out, x3_json_bool(b->text, "qkv_bias", false, &b->attention_bias, b->c->path, b->err));
+    }
     if (b->attention_bias && b->f->qkv_bias == X3_BIAS_NEVER)
         rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: attention_bias is not known for model_type \"%s\"", b->c->path,
                      b->f->model_type);

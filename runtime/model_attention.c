@@ -17,13 +17,15 @@ static const char *const pattern_keys[] = {
     "attention_chunk_size", NULL};
 static const char *const delta_keys[] = {
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "full_attention_interval", "attn_output_gate", NULL};
+    "linear_num_value_heads", "full_attention_interval", "attn_output_gate",
+    "mamba_ssm_dtype" /* states are float32 here */, NULL};
 /* head_dim and qk_head_dim follow from the others; releases disagree on what head_dim means. */
 static const char *const mla_keys[] = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
                                        "qk_head_dim", "head_dim", "rope_interleave", NULL};
 static const char *const indexer_keys[] = {
     "index_n_heads", "index_head_dim", "index_topk", "indexer_types", "index_topk_pattern", "index_topk_freq",
-    "index_skip_topk_offset", "indexer_rope_interleave", "layer_types", NULL};
+    "index_skip_topk_offset", "indexer_rope_interleave", "layer_types",
+    "index_share_for_mtp_iteration" /* of draft layers */, NULL};
 
 static bool is_in(const char *const *list, const char *key)
 {
@@ -36,6 +38,7 @@ static bool is_in(const char *const *list, const char *key)
 bool x3_build_mixer_reads(const x3_family *f, const char *key)
 {
     return (f->attention == X3_ATTENTION_GQA && is_in(gqa_keys, key)) ||
+           (f->qkv_bias == X3_BIAS_QKV && strcmp(key, "qkv_bias") == 0) ||
            (f->qk_norm == X3_NORM_CONFIG && strcmp(key, "use_qk_norm") == 0) ||
            (f->window == X3_WINDOW_PATTERN && is_in(pattern_keys, key)) ||
            (f->delta_net != X3_DELTA_NONE && is_in(delta_keys, key)) ||

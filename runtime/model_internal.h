@@ -5,7 +5,12 @@
 
 #include "runtime/model.h"
 
-typedef enum x3_bias_rule { X3_BIAS_NEVER, X3_BIAS_ALWAYS, X3_BIAS_CONFIG } x3_bias_rule;
+typedef enum x3_bias_rule {
+    X3_BIAS_NEVER,
+    X3_BIAS_ALWAYS,
+    X3_BIAS_CONFIG, /* attention_bias, mlp_bias */
+    X3_BIAS_QKV     /* qkv_bias, true where the config does not say */
+} x3_bias_rule;
 typedef enum x3_norm_rule { X3_NORM_NEVER, X3_NORM_ALWAYS, X3_NORM_CONFIG } x3_norm_rule; /* CONFIG: use_qk_norm */
 typedef enum x3_window_rule {
     X3_WINDOW_NEVER,
@@ -52,10 +57,15 @@ typedef struct x3_moe_family {
     const char *const *keys;                 /* config keys that this family reads beside the common ones, NULL-terminated */
 } x3_moe_family;
 
+/* An option of which one value (or each of several rows) is implemented; absent or null means the same. */
+typedef struct x3_expected {
+    const char *key, *value; /* value as JSON text */
+} x3_expected;
+
 /* A family. What a row does not name is zero: no bias, no window, plain attention, norms as stored. */
 typedef struct x3_family {
     const char *model_type;
-    x3_bias_rule qkv_bias, o_bias, mlp_bias; /* X3_BIAS_CONFIG: attention_bias, mlp_bias */
+    x3_bias_rule qkv_bias, o_bias, mlp_bias;
     x3_norm_rule qk_norm;                    /* RMS norm of each query and key head before rope */
     x3_window_rule window;
     x3_attention_rule attention;
@@ -69,7 +79,9 @@ typedef struct x3_family {
     bool window_sinks;       /* sink bias on window layers, where the config does not say */
     bool value_scale;        /* attention_value_scale; 0.707 where the config does not say */
     const x3_moe_family *moe;  /* NULL: dense */
-    const x3_carried *carried; /* ends with a NULL prefix; NULL: none */
+    const x3_expected *expects; /* ends with a NULL key; NULL: none */
+    const char *const *harmless; /* keys that change nothing here, beside the common ones; NULL-terminated, or NULL */
+    const x3_carried *carried;  /* ends with a NULL prefix; NULL: none */
 } x3_family;
 
 extern const x3_family x3_families[];
@@ -132,7 +144,7 @@ x3_status x3_build_mlp(x3_builder *b, x3_layer_desc *l, const char *module, size
                        x3_mlp_desc *d) X3_MUST;
 static inline bool x3_build_has_bias(x3_bias_rule rule, bool config)
 {
-    return rule == X3_BIAS_ALWAYS || (rule == X3_BIAS_CONFIG && config);
+    return rule == X3_BIAS_ALWAYS || (rule != X3_BIAS_NEVER && config);
 }
 
 /* ---- model_attention.c ---- */

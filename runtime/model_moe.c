@@ -147,25 +147,6 @@ out:
     return rc;
 }
 
-/* Names of variants that would be computed otherwise. */
-static x3_status check_method(x3_builder *b)
-{
-    const char *scores = b->f->moe->scores == X3_ROUTE_SIGMOID ? "sigmoid" : "softmax", *method = "noaux_tc";
-    const char *given_scores = scores, *given_method = method;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_json_string(b->text, "scoring_func", false, &given_scores, b->c->path, b->err));
-    X3_TRY(rc, out, x3_json_string(b->text, "topk_method", false, &given_method, b->c->path, b->err));
-    if (strcmp(given_scores, scores) != 0)
-        rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: scoring_func \"%s\" is not known for model_type \"%s\": %s", b->c->path,
-                     given_scores, b->f->model_type, scores);
-    else if (strcmp(given_method, method) != 0)
-        rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: topk_method \"%s\" is not known for model_type \"%s\": %s", b->c->path,
-                     given_method, b->f->model_type, method);
-out:
-    return rc;
-}
-
 static x3_status read_shared(x3_builder *b)
 {
     const x3_moe_family *f = b->f->moe;
@@ -213,7 +194,6 @@ x3_status x3_build_moe_options(x3_builder *b)
         X3_TRY(rc, out, x3_json_number(b->text, f->scale_key, true, &scale, b->c->path, b->err));
         r->scale = (float)scale;
     }
-    X3_TRY(rc, out, check_method(b));
     X3_TRY(rc, out, read_layers(b));
     rc = read_shared(b);
 out:
