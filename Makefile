@@ -57,8 +57,8 @@ TOOLS := exl3-quantize exl3-eval
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
-TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c)
-CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c)
+CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ static void print_summary(const x3_job *job)
     printf("time        about %s\n", x3_seconds_text(s->seconds));
     for (size_t i = 0; i < c->st->n_tensors; i++)
         if (c->roles[i] == X3_ROLE_DROPPED)
-            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->drop_reasons[i]);
+            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->reasons[i]);
     if (s->n_padded_linears > 0)
         printf("note        padded groups: such a pack loads here but not in exllamav3\n");
 }
