@@ -63,7 +63,7 @@ FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl smollm2 \
         cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -109,6 +109,9 @@ bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis searc
 
 bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
 	$(B)/tests/bench_anchor $(DATA)
+
+bench-plan: all $(B)/tests/bench_plan ## seconds and memory of a plan for a model of GLM-5.3's full shape
+	$(B)/tests/bench_plan $(B)/exl3-quantize build/bench-plan
 
 bench-kl: all ## KL of tiny-qwen3 packs beside the peer's, seeds 1 to 3 (about an hour)
 	tools/bench_kl.sh $(B) $(DATA)

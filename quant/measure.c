@@ -250,7 +250,7 @@ static size_t layers_at_once(const struct x3_measure *s, size_t first)
 
 /* ---- the file ---- */
 
-static x3_status identity(cJSON **out, const x3_checkpoint *source, x3_err *err)
+x3_status x3_measure_source(cJSON **out, const x3_checkpoint *source, x3_err *err)
 {
     cJSON *j = cJSON_CreateObject(), *shards = cJSON_CreateArray();
     uint64_t config;
@@ -278,7 +278,7 @@ static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
     x3_status rc;
 
     *out = NULL;
-    X3_TRY(rc, out, identity(&source, s->source, err));
+    X3_TRY(rc, out, x3_measure_source(&source, s->source, err));
     X3_TRY(rc, out, x3_json_add(f, "exl3_measurement", cJSON_CreateNumber(1), err));
     X3_TRY(rc, out, x3_json_add(f, "source", source, err));
     X3_TRY(rc, out, x3_json_add(f, "options", options, err));
@@ -494,7 +494,7 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
 
     *out = (x3_measurement){0};
     X3_TRY(rc, out, x3_json_load(&file, path, err));
-    X3_TRY(rc, out, identity(&expected, source, err));
+    X3_TRY(rc, out, x3_measure_source(&expected, source, err));
     if (x3_json_get(file, "exl3_measurement") == NULL || !cJSON_IsArray(x3_json_get(file, "linears"))) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is no measurement of exl3-quantize", path);
         goto out;
