@@ -57,7 +57,7 @@ TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
-TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c)
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/http_client.c)
 CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
