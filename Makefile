@@ -19,7 +19,7 @@ endif
 OPT := -O2
 CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I.
 LDFLAGS := -pthread
-LIBS := -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
+LIBS := -lmicrohttpd -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
 
 ifeq ($(CONFIG),asan)
 OPT := -O1
@@ -53,11 +53,11 @@ ISA_FLAGS_avx2 := -mavx2 -mfma -mf16c
 ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
 
 FOLDERS := formats kernels runtime calib quant
-TOOLS := exl3-quantize exl3-eval
+TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
-TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c)
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/http_client.c)
 CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
@@ -162,6 +162,9 @@ $(shell mkdir -p $(B); printf 'const char *x3_source_id(void);\nconst char *x3_s
   '$(SOURCE_ID)' > $(B)/source_id.new; cmp -s $(B)/source_id.new $(B)/source_id.c || cp $(B)/source_id.new $(B)/source_id.c)
 $(B)/source_id.o: $(B)/source_id.c
 	@$(CC) $(CFLAGS) -c $< -o $@
+
+# The assembler reads the page; the compiler does not say so.
+$(B)/runtime/server_page.o: runtime/server_page.html
 
 $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)
