@@ -63,7 +63,7 @@ FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl bench-families smollm2 \
         cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -102,6 +102,9 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
 conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
 	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
 
+bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (about half an hour)
+	tools/bench_families.sh $(B) $(DATA)
+
 bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
 
 bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis search
@@ -137,7 +140,7 @@ clean: ## remove the build folder
 
 # ---- rules -----------------------------------------------------------------------------------------------------
 
-$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(B)/tools/replay.o $(LIB_OBJ)
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/kept.o $(B)/tools/progress.o $(B)/tools/replay.o $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)

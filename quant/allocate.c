@@ -33,15 +33,28 @@ static int set_of(const x3_linear_desc *d, int index, x3_tie tie)
     return tie == X3_TIE_NONE ? index : tie == X3_TIE_FUSED ? d->tie_fused : d->tie;
 }
 
-/* Raises whole sets of one layer while the budget lasts, in the order of their numbers. `weights` [n_linears + 1]. */
+/* Numbers of sets of a layer are below this. */
+static size_t sets_of(const x3_layer_desc *l, x3_tie tie)
+{
+    size_t n = 0;
+
+    for (size_t i = 0; i < l->n_linears; i++)
+        if (l->linears[i].quantized)
+            n = x3_max_size(n, (size_t)set_of(&l->linears[i], (int)i, tie) + 1);
+    return n;
+}
+
+/* Raises whole sets of one layer while the budget lasts, in the order of their numbers. `weights` [sets_of()]. */
 static void raise_layer(x3_allocation *a, const x3_layer_desc *l, size_t first, x3_tie tie, uint64_t *budget,
                         uint64_t *weights)
 {
-    memset(weights, 0, (l->n_linears + 1) * sizeof *weights);
+    const size_t n_sets = sets_of(l, tie);
+
+    memset(weights, 0, n_sets * sizeof *weights);
     for (size_t i = 0; i < l->n_linears; i++)
         if (a->K[first + i] > 0)
             weights[set_of(&l->linears[i], (int)i, tie)] += padded_weights(&l->linears[i]);
-    for (size_t set = 0; set <= l->n_linears; set++) {
+    for (size_t set = 0; set < n_sets; set++) {
         if (weights[set] > *budget)
             weights[set] = 0;
         *budget -= weights[set];
@@ -88,9 +101,9 @@ x3_status x3_allocate_uniform(x3_allocation *out, const x3_model *m, double bits
     for (size_t i = 0; i < m->n_layers; i++) {
         first[i] = n;
         n += m->layers[i].n_linears;
-        most = x3_max_size(most, m->layers[i].n_linears);
+        most = x3_max_size(most, sets_of(&m->layers[i], tie));
     }
-    X3_TRY(rc, out, x3_alloc(&weights, most + 1, sizeof *weights, err));
+    X3_TRY(rc, out, x3_alloc(&weights, most, sizeof *weights, err));
     out->n = n;
     X3_TRY(rc, out, x3_alloc(&out->K, n, 1, err));
     for (size_t i = 0; i < m->n_layers; i++)
