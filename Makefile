@@ -140,7 +140,7 @@ clean: ## remove the build folder
 
 # ---- rules -----------------------------------------------------------------------------------------------------
 
-$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/kept.o $(B)/tools/progress.o $(B)/tools/replay.o $(LIB_OBJ)
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/kept.o $(B)/tools/progress.o $(B)/tools/replay.o $(B)/tools/plan_commands.o $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)

@@ -83,10 +83,9 @@ static x3_status copy_kept(x3_job *job, x3_err *err)
     X3_TRY(rc, out, x3_alloc(&buffer, COPY_BYTES, 1, err));
     X3_TRY(rc, out, x3_alloc(&indices, job->writer->n_tensors, sizeof *indices, err));
     for (size_t i = 0; i < job->writer->n_tensors; i++) {
-        const x3_tensor *t = x3_safetensors_find(job->source->st, job->writer->tensors[i].out.name);
-        if (t == NULL || job->source->roles[t - job->source->st->tensors] != X3_ROLE_KEPT)
+        if (job->plan->copied[i] == NULL)
             continue;
-        X3_TRY(rc, out, copy_tensor(job, i, t, buffer, err));
+        X3_TRY(rc, out, copy_tensor(job, i, job->plan->copied[i], buffer, err));
         indices[n++] = i;
     }
     X3_TRY(rc, out, x3_pack_writer_sync(job->writer, err));

@@ -29,8 +29,10 @@ const char *x3_expert_weighting_name(x3_expert_weighting weighting);
 typedef struct x3_job_options {
     const char *model, *out;
     const char *work; /* NULL: "<out>.work" */
-    double bits;
-    int head_bits; /* 0: the head stays as it is */
+    const char *recipe; /* file; NULL: `bits` uniformly */
+    bool planned;       /* with no recipe yet: the job is only opened for its checks, a recipe is to come */
+    double bits;        /* with a recipe these two are the recipe's */
+    int head_bits;      /* 0: the head stays as it is */
     x3_tie tie;
     x3_quant_options quant;
     x3_expert_hessian expert_hessian;

@@ -8,6 +8,7 @@
 
 #include "formats/exl3.h"
 #include "quant/job_internal.h"
+#include "quant/plan.h"
 
 /* ---- output ---- */
 
@@ -46,6 +47,7 @@ out:
 
 x3_status x3_job_check_output(x3_job *job, x3_err *err)
 {
+    const bool compares = !job->o.planned || job->o.recipe != NULL;
     const char *out = job->o.out;
     bool empty = true;
     x3_status rc;
@@ -58,6 +60,8 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
     if (x3_path_exists(out) && !x3_path_is_dir(out))
         return x3_fail(err, X3_ERR_INPUT, "%s: the output exists and is not a folder", out);
     if (x3_job_state_exists(job->work)) {
+        if (job->o.resume && !compares)
+            return X3_OK;
         if (job->o.resume)
             return x3_job_state_compare(job->work, job->identity, job->o.other_kernels, err);
         if (!job->o.overwrite)
@@ -68,6 +72,8 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
         rc = is_empty(out, &empty, err);
         if (rc != X3_OK)
             return rc;
+        if (!empty && job->o.resume && !compares)
+            return X3_OK;
         if (!empty && job->o.resume && !job->o.overwrite) {
             rc = is_finished(job, &job->is_done, err);
             if (rc != X3_OK || job->is_done)
@@ -455,7 +461,13 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
     choose_expert_options(job);
     if (job->o.n_texts > 0)
         X3_TRY(rc, out, read_text(job, err));
-    X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie, err));
+    if (job->o.recipe != NULL)
+        X3_TRY(rc, out, x3_allocation_of_recipe(&job->allocation, job->source->model, job->o.recipe, err));
+    else
+        X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie,
+                                            err));
+    job->o.bits = job->allocation.target_bits;
+    job->o.head_bits = job->allocation.head_K;
     X3_TRY(rc, out, x3_pack_plan_create(&job->plan, job->source, &job->allocation, job->o.quant.codebook, err));
     X3_TRY(rc, out, x3_pack_writer_plan(&job->writer, job->o.out == NULL ? "." : job->o.out, job->plan->tensors,
                                         job->plan->n_tensors, X3_SHARD_BYTES, err));

@@ -314,7 +314,8 @@ static x3_status compare_kept(x3_verify_report *r, const x3_checkpoint *source, 
     for (size_t i = 0; i < source->st->n_tensors; i++) {
         const x3_tensor *t = &source->st->tensors[i], *p = x3_safetensors_find(r->pack->st, t->name);
         uint64_t a, b;
-        if (source->roles[i] != X3_ROLE_KEPT)
+        /* a weight that is still there was left as it is */
+        if (source->roles[i] != X3_ROLE_KEPT && !(source->roles[i] == X3_ROLE_WEIGHT && p != NULL))
             continue;
         if (p == NULL) {
             x3_findings_add(&r->findings, "%s: tensor %s of the source is missing", r->pack->dir, t->name);

@@ -54,7 +54,7 @@ X3_TEST(cli_usage_errors_end_with_2_and_help_with_0)
     EXPECT(0, "--target-blend A", "exl3-quantize run --help");
     EXPECT(0, "0.1.0", "exl3-eval --version");
     EXPECT(2, "MODEL is missing", "exl3-quantize run");
-    EXPECT(2, "--bits X is missing", "exl3-quantize run a b --text c");
+    EXPECT(2, "one of --bits and --recipe", "exl3-quantize run a b --text c");
     EXPECT(2, "--bits 9 is outside 1 to 8", "exl3-quantize run a b --bits 9 --text c");
     EXPECT(2, "--bits three is not a number", "exl3-quantize run a b --bits three --text c");
     EXPECT(2, "--rows -4 is not a whole number", "exl3-quantize run a b --rows -4");
@@ -102,7 +102,7 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
     t.layers = 1;
     x3_tiny_write(x3_test_path(at.dir, "model"), &t);
-    x3_tiny_text(x3_test_path(at.dir, "calib.txt"), 600, 1);
+    x3_tiny_text(x3_test_path(at.dir, "calib.txt"), 1600, 1);
     x3_tiny_text(x3_test_path(at.dir, "heldout.txt"), 600, 2);
     EXPECT(0, "memory", "exl3-quantize run %s/model %s/pack --bits 6 --text %s/calib.txt --cols 100 --dry-run", at.dir, at.dir, at.dir);
     CHECK(!x3_path_exists(x3_test_path(at.dir, "pack")) && !x3_path_exists(x3_test_path(at.dir, "pack.work")));
@@ -121,6 +121,21 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     CHECK(x3_json_get(receipt, "seed")->valuedouble == 1);
     cJSON_Delete(receipt);
     EXPECT(0, "\"kl\"", "exl3-eval replay %s/receipt.json", at.dir);
+    EXPECT(0, "predicted", "exl3-quantize plan %s/model --measure %s/pack.measure.json --bits 2.5 --set *q_proj=4 --out %s/r.yaml", at.dir, at.dir, at.dir);
+    EXPECT(0, "body 2.", "exl3-quantize run %s/model %s/mixed --recipe %s/r.yaml --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir, at.dir);
+    EXPECT(0, "model.layers.0.self_attn.q_proj K=4", "exl3-quantize verify %s/mixed --source %s/model", at.dir, at.dir);
+    EXPECT(2, "--head-bits and --uniform go with --bits", "exl3-quantize run %s/model %s/x --recipe %s/r.yaml --head-bits 6 --text %s/calib.txt", at.dir, at.dir, at.dir, at.dir);
+    EXPECT(2, "one of --bits and --recipe", "exl3-quantize run %s/model %s/x --text %s/calib.txt", at.dir, at.dir, at.dir);
+    EXPECT(0, "measured", "exl3-quantize measure %s/model --out %s/m.json --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir);
+}
+
+X3_TEST(cli_generate_chat_ends_the_assistants_turn)
+{
+    x3_test_skip_if_emulated();
+    EXPECT(0, "25 prompt tokens", "exl3-eval generate tests/data/models/tiny-qwen3 --chat --system 'Be brief' --prompt 'What is the sea?'");
+    CHECK(strstr(at.output, "ended at a stop token") != NULL && strstr(at.output, "<|im_end|>") == NULL);
+    EXPECT(1, "/no.jinja", "exl3-eval generate tests/data/models/tiny-qwen3 --chat --prompt x --chat-template /no.jinja");
+    EXPECT(2, "go with --chat", "exl3-eval generate tests/data/models/tiny-qwen3 --prompt x --system y");
 }
 
 X3_TEST(cli_an_output_that_cannot_be_created_is_said_before_any_work)

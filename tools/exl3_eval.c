@@ -9,6 +9,7 @@
 #include "formats/io.h"
 #include "quant/pack_info.h"
 #include "quant/score.h"
+#include "runtime/chat_template.h"
 #include "runtime/generate.h"
 #include "tools/options.h"
 #include "tools/progress.h"
@@ -22,7 +23,7 @@ static void on_step(void *arg, size_t done, size_t total, const char *what)
 /* ---- reference ---- */
 
 static struct eval_values {
-    const char *model, *pack, *out, *ref, *json, *device, *prompt, *receipt;
+    const char *model, *pack, *out, *ref, *json, *device, *prompt, *system, *chat_template, *receipt;
     x3_list texts, ignored;
     uint64_t ctx, positions, skip, threads, max_tokens;
     double max_kl, min_top1;
@@ -234,6 +235,9 @@ static int run_compare(void *arg, const char *command_line)
 
 static const x3_option generate_options[] = {
     {"prompt", X3_OPT_TEXT, AT(prompt), "TEXT", "text to go on from; special tokens in it are tokens", 0, 0, true},
+    {"chat", X3_OPT_FLAG, AT(chat), NULL, "the prompt is a user's turn, put into the chat template as plain text", 0, 0, false},
+    {"system", X3_OPT_TEXT, AT(system), "TEXT", "with --chat: the system's turn before it", 0, 0, false},
+    {"chat-template", X3_OPT_TEXT, AT(chat_template), "FILE", "with --chat: a template other than the pack's", 0, 0, false},
     {"max-tokens", X3_OPT_COUNT, AT(max_tokens), "N", "at most so many new tokens (128)", 1, 1e6, false},
     DEVICE_OPTIONS,
 };
@@ -255,6 +259,26 @@ static bool print_token(void *arg, int32_t id)
     return true;
 }
 
+/* The ids of a conversation of one user's turn, up to where the assistant's begins. */
+static x3_status encode_chat(const struct eval_values *v, const x3_tokenizer *tokenizer, x3_ids *ids, x3_err *err)
+{
+    x3_chat_request request = {.add_generation_prompt = true};
+    cJSON *messages = cJSON_CreateArray();
+    x3_chat_template *template = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_chat_template_open(&template, v->pack, v->chat_template, err));
+    if (v->system != NULL)
+        X3_TRY(rc, out, x3_chat_message_add(messages, "system", v->system, err));
+    X3_TRY(rc, out, x3_chat_message_add(messages, "user", v->prompt, err));
+    request.messages = messages;
+    rc = x3_chat_template_encode(template, tokenizer, &request, ids, NULL, err);
+out:
+    cJSON_Delete(messages);
+    x3_chat_template_free(template);
+    return rc;
+}
+
 static x3_status generate(struct session *s, const struct eval_values *v)
 {
     x3_checkpoint *pack = NULL;
@@ -268,7 +292,10 @@ static x3_status generate(struct session *s, const struct eval_values *v)
     X3_TRY(rc, out, x3_checkpoint_open(&pack, v->pack, v->ignored.items, &s->findings, &s->err));
     X3_TRY(rc, out, x3_path_join(&path, v->pack, "tokenizer.json", &s->err));
     X3_TRY(rc, out, x3_tokenizer_load(&tokenizer, path, &s->err));
-    X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
+    if (v->chat)
+        X3_TRY(rc, out, encode_chat(v, tokenizer, &ids, &s->err));
+    else
+        X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
     X3_TRY(rc, out, x3_generator_create(&g, s->dev, pack, ids.n_items + v->max_tokens, &s->err));
     struct printer p = {.t = tokenizer};
     double start = x3_seconds();
@@ -293,6 +320,10 @@ static int run_generate(void *arg, const char *command_line)
     int code = 0;
 
     (void)command_line;
+    if (!v->chat && (v->system != NULL || v->chat_template != NULL)) {
+        fprintf(stderr, "exl3-eval generate: --system and --chat-template go with --chat\n");
+        return 2;
+    }
     if (open_session(&s, v) != X3_OK || generate(&s, v) != X3_OK)
         code = x3_report_error(&s.r, &s.findings, &s.err);
     close_session(&s);

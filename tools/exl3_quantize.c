@@ -1,5 +1,6 @@
-/* exl3-quantize: check a checkpoint, quantize it, verify a pack. */
+/* exl3-quantize: check a checkpoint, quantize it, verify a pack; measure and plan are in plan_commands.c. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "formats/exl3.h"
@@ -7,6 +8,7 @@
 #include "quant/verify.h"
 #include "tools/kept.h"
 #include "tools/options.h"
+#include "tools/plan_commands.h"
 #include "tools/progress.h"
 
 /* ---- shared ---- */
@@ -114,18 +116,21 @@ static int run_check(void *values, const char *command_line)
 
 /* ---- run ---- */
 
+#define NOT_GIVEN UINT64_MAX
+
 static struct run_values {
-    const char *model, *out, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
+    const char *model, *out, *recipe, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
     double bits, target_blend;
     uint64_t head_bits, rows, cols, memory, seed, threads, min_expert_tokens;
     x3_list texts, ignored;
     bool uniform, resume, dry_run, overwrite, json, other_kernels;
 } run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .expert_hessian = "auto", .expert_weights = "none",
-                .target_blend = 0.5, .head_bits = 6, .rows = 250, .cols = 2048, .seed = 1};
+                .target_blend = 0.5, .head_bits = NOT_GIVEN, .rows = 250, .cols = 2048, .seed = 1};
 
 static const x3_option run_options[] = {
-    {"bits", X3_OPT_NUMBER, offsetof(struct run_values, bits), "X", "mean bits of the body, 1 to 8, fractions too", 1, 8, true},
-    {"uniform", X3_OPT_FLAG, offsetof(struct run_values, uniform), NULL, "the plain allocation (this version has no other)", 0, 0, false},
+    {"bits", X3_OPT_NUMBER, offsetof(struct run_values, bits), "X", "mean bits of the body, 1 to 8, fractions too", 1, 8, false},
+    {"recipe", X3_OPT_TEXT, offsetof(struct run_values, recipe), "FILE", "bits of every linear, in place of --bits", 0, 0, false},
+    {"uniform", X3_OPT_FLAG, offsetof(struct run_values, uniform), NULL, "the plain allocation in place of a measured one", 0, 0, false},
     {"head-bits", X3_OPT_COUNT, offsetof(struct run_values, head_bits), "K", "of the output head (6); 0 leaves it as it is", 0, 8, false},
     {"codebook", X3_OPT_TEXT, offsetof(struct run_values, codebook), "C", "mul1, mcg or 3inst (mul1)", 0, 0, false},
     {"tie", X3_OPT_TEXT, offsetof(struct run_values, tie), "T", "linears with equal K: default, fused or none", 0, 0, false},
@@ -182,41 +187,83 @@ static int usage(const char *what)
     return 2;
 }
 
+/* What the options say together; 0 or 2. */
+static int check_run_options(const struct run_values *v, x3_job_options *o)
+{
+    if ((v->bits > 0) == (v->recipe != NULL))
+        return usage("one of --bits and --recipe");
+    if (v->recipe != NULL && (v->head_bits != NOT_GIVEN || v->uniform))
+        return usage("--head-bits and --uniform go with --bits; a recipe has its own");
+    if (!x3_codebook_parse(v->codebook, &o->quant.codebook))
+        return usage("--codebook is mul1, mcg or 3inst");
+    if (!x3_tie_parse(v->tie, &o->tie))
+        return usage("--tie is default, fused or none");
+    if (!x3_expert_hessian_parse(v->expert_hessian, &o->expert_hessian))
+        return usage("--expert-hessian is layer, own or auto");
+    if (!x3_expert_weighting_parse(v->expert_weights, &o->expert_weighting))
+        return usage("--expert-weights is none, down or all");
+    if (v->resume && v->overwrite)
+        return usage("--resume and --overwrite exclude each other");
+    return 0;
+}
+
+/* Measures and plans, then opens the job again with the recipe. The first job, uniform, has checked everything. */
+static x3_status plan_job(x3_job **job, x3_job_options *o, const x3_job_events *events, char **recipe, x3_findings *findings,
+                          x3_err *err)
+{
+    const char *base = o->work != NULL ? o->work : o->out;
+    char *measure = NULL;
+    x3_status rc;
+
+    x3_job_close(*job);
+    *job = NULL;
+    X3_TRY(rc, out, x3_asprintf(&measure, err, "%s.measure.json", base));
+    X3_TRY(rc, out, x3_asprintf(recipe, err, "%s.recipe.yaml", base));
+    X3_TRY(rc, out, x3_plan_for_run(o, measure, *recipe, events, findings, err));
+    o->recipe = *recipe;
+    rc = x3_job_open(job, o, events, findings, err);
+out:
+    free(measure);
+    return rc;
+}
+
 static int run_run(void *values, const char *command_line)
 {
     struct run_values *v = values;
     x3_job_options o = {
-        .model = v->model, .out = v->out, .work = v->work, .bits = v->bits, .head_bits = (int)v->head_bits,
-        .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items, .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols,
-        .memory_bytes = v->memory, .device = v->device, .n_threads = (int)v->threads, .resume = v->resume,
-        .overwrite = v->overwrite, .other_kernels = v->other_kernels, .ignored_options = v->ignored.items,
-        .command = command_line};
+        .model = v->model, .out = v->out, .work = v->work, .recipe = v->recipe, .bits = v->bits,
+        .head_bits = v->head_bits == NOT_GIVEN ? 6 : (int)v->head_bits, .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items,
+        .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
+        .n_threads = (int)v->threads, .resume = v->resume, .overwrite = v->overwrite, .other_kernels = v->other_kernels,
+        .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
     x3_reporter r;
     x3_job_events events = {.progress = on_progress, .note = on_note, .arg = &r};
+    char *recipe = NULL;
     x3_job *job = NULL;
     x3_err err = {0};
-    int code = 0;
+    int code = check_run_options(v, &o);
 
-    if (!x3_codebook_parse(v->codebook, &o.quant.codebook))
-        return usage("--codebook is mul1, mcg or 3inst");
-    if (!x3_tie_parse(v->tie, &o.tie))
-        return usage("--tie is default, fused or none");
-    if (!x3_expert_hessian_parse(v->expert_hessian, &o.expert_hessian))
-        return usage("--expert-hessian is layer, own or auto");
-    if (!x3_expert_weighting_parse(v->expert_weights, &o.expert_weighting))
-        return usage("--expert-weights is none, down or all");
+    if (code != 0)
+        return code;
     o.min_expert_tokens = v->min_expert_tokens;
-    if (v->resume && v->overwrite)
-        return usage("--resume and --overwrite exclude each other");
     o.quant.target_blend = v->target_blend;
     o.quant.seed = v->seed;
+    o.planned = v->recipe == NULL && !v->uniform;
     x3_reporter_open(&r, v->json);
     if (x3_job_open(&job, &o, &events, &findings, &err) != X3_OK) {
         code = x3_report_error(&r, &findings, &err);
         goto out;
     }
+    if (o.planned && !v->dry_run && plan_job(&job, &o, &events, &recipe, &findings, &err) != X3_OK) {
+        code = x3_report_error(&r, &findings, &err);
+        goto out;
+    }
     print_summary(job);
+    if (o.planned && v->dry_run)
+        printf("plan        sizes are those of the uniform allocation; the run measures and places the bits\n");
+    if (recipe != NULL)
+        printf("recipe      %s\n", recipe);
     fflush(stdout);
     if (v->dry_run)
         goto out;
@@ -232,6 +279,7 @@ static int run_run(void *values, const char *command_line)
     print_result(job, v->out);
 out:
     x3_job_close(job);
+    free(recipe);
     x3_findings_free(&findings);
     return code;
 }
@@ -303,6 +351,8 @@ int main(int argc, char **argv)
          {offsetof(struct run_values, model), offsetof(struct run_values, out)}, run_options, N(run_options), run_run, &run_values},
         {"verify", "is this pack whole and what its receipt says", {"PACK"}, {offsetof(struct verify_values, pack)},
          verify_options, N(verify_options), run_verify, &verify_values},
+        x3_measure_command,
+        x3_plan_command,
     };
 
     return x3_main("exl3-quantize", "BF16 checkpoints to EXL3 packs", commands, N(commands), argc, argv);
