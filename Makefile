@@ -57,13 +57,15 @@ TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
+TOOL_OBJ := $(patsubst %.c,$(B)/%.o,$(filter-out tools/exl3_%.c,$(wildcard tools/*.c)))
 TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/http_client.c)
 CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl smollm2 \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl \
+        bench-families smollm2 \
         cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -101,6 +103,9 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
 
 conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
 	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
+
+bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (about half an hour)
+	tools/bench_families.sh $(B) $(DATA)
 
 bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
 
@@ -140,8 +145,7 @@ clean: ## remove the build folder
 
 # ---- rules -----------------------------------------------------------------------------------------------------
 
-$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(B)/tools/replay.o $(B)/tools/plan_commands.o \
-           $(B)/tools/report.o $(B)/tools/report_page.o $(LIB_OBJ)
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(TOOL_OBJ) $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)

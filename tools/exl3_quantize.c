@@ -6,6 +6,7 @@
 #include "formats/exl3.h"
 #include "quant/job.h"
 #include "quant/verify.h"
+#include "tools/kept.h"
 #include "tools/options.h"
 #include "tools/plan_commands.h"
 #include "tools/progress.h"
@@ -103,7 +104,10 @@ static int run_check(void *values, const char *command_line)
         if (v->list)
             print_tensors(x3_job_source(job));
         print_summary(job);
-        printf("%s: whole and known\n", v->model);
+        if (x3_print_kept(x3_job_source(job), &err) != X3_OK)
+            code = x3_report_error(&r, &findings, &err);
+        else
+            printf("%s: whole and known\n", v->model);
     }
     x3_job_close(job);
     x3_findings_free(&findings);
