@@ -8,6 +8,7 @@
 
 /* ---- errors ---- */
 
+X3_PRINTF(6, 0)
 static x3_status fail_args(x3_api_error *e, int status, const char *type, const char *code, const char *param,
                            const char *format, va_list args)
 {

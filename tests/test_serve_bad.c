@@ -213,6 +213,7 @@ X3_TEST(serve_closes_slow_and_half_open_connections)
 {
     static const char head[] = "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{\"messages\":";
     double start = x3_seconds();
+    static const char line[] = "GET /health HTTP/1.1\r\nX: aaaaaaaaaaaaaaaaaa";
     int silent[8], slow = -1;
     char byte;
 
@@ -221,7 +222,7 @@ X3_TEST(serve_closes_slow_and_half_open_connections)
         silent[i] = x3_http_connect(at.port);
     slow = x3_http_connect(at.port);
     good_request();
-    for (size_t i = 0; i < 40 && send(slow, "GET /health HTTP/1.1\r\nX: aaaaaaaaaaaaaaaaaa" + i, 1, MSG_NOSIGNAL) == 1; i++)
+    for (size_t i = 0; i < sizeof line - 1 && send(slow, line + i, 1, MSG_NOSIGNAL) == 1; i++)
         usleep(100000); /* a byte now and then */
     CHECK(recv(slow, &byte, 1, 0) <= 0);
     x3_http_send(silent[0], head, 10);
