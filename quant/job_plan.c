@@ -230,6 +230,12 @@ static uint64_t fit_experts(const x3_job *job, uint64_t fixed, uint64_t head, ui
     return fixed + x3_max_size(layer_bytes(job, low), head);
 }
 
+/* Without a text (check) as many as a job may take. */
+static size_t planned_rows(const x3_job *job)
+{
+    return job->n_rows == 0 ? job->o.rows : job->n_rows;
+}
+
 /* Hidden states go to disk when they do not fit beside an eighth of a layer's experts: every pass over the text for some
  * more experts costs a run through attention. */
 static void estimate_memory(x3_job *job)
@@ -237,11 +243,11 @@ static void estimate_memory(x3_job *job)
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    const uint64_t fixed = (64u << 20) + x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
+    const uint64_t fixed = (64u << 20) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
     const uint64_t head = head_bytes(job);
     size_t at_once;
 
-    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * x3_state_floats(m, job->o.cols) * sizeof(float);
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
@@ -297,6 +303,18 @@ out:
     return rc;
 }
 
+/* Part of all tokens that linear `index` of the model sees, taken that experts share them evenly. */
+static double routed_part(const x3_model *m, size_t index)
+{
+    size_t layer;
+    const x3_linear_desc *d = x3_model_linear(m, index, &layer);
+    const x3_layer_desc *l = layer < m->n_layers ? &m->layers[layer] : NULL;
+
+    if (l == NULL || x3_layer_expert(l, (size_t)(d - l->linears)) < 0)
+        return 1;
+    return (double)l->moe.rule.n_chosen / (double)l->moe.rule.n_experts;
+}
+
 /* Seconds from two short measurements: the encoder on one strip a thread, a matrix product. */
 static x3_status estimate_seconds(x3_job *job, x3_err *err)
 {
@@ -329,7 +347,7 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
         if (job->plan->groups[i].K > 0)
             weights += n;
         if (d != &m->head) /* three runs of the layer, and second moments about as dear as one */
-            layers += 4 * 2 * n * (double)(job->n_rows * job->o.cols);
+            layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
     job->summary.seconds = encode * weights + product * layers;
 out:
