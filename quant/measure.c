@@ -7,6 +7,7 @@
 
 #include "formats/exl3.h"
 #include "formats/io.h"
+#include "quant/job_state.h"
 #include "quant/measure_internal.h"
 
 #define CHUNK 128    /* positions whose logits are in memory at once */
@@ -89,7 +90,7 @@ out:
 
 x3_status x3_measure_states(const struct x3_measure *s, const struct x3_measured_rows *r, x3_hidden_state **out, x3_err *err)
 {
-    return x3_hidden_state_create(out, "", "measured", r->n, r->cols * s->source->model->hidden, true, err);
+    return x3_hidden_state_create(out, "", "measured", r->n, x3_state_floats(s->source->model, r->cols), true, err);
 }
 
 static x3_status embed(const struct x3_measure *s, struct x3_measured_rows *r, x3_err *err)
@@ -97,7 +98,7 @@ static x3_status embed(const struct x3_measure *s, struct x3_measured_rows *r, x
     float *row = NULL;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_alloc(&row, r->cols * s->source->model->hidden, sizeof *row, err));
+    X3_TRY(rc, out, x3_alloc(&row, x3_state_floats(s->source->model, r->cols), sizeof *row, err));
     for (size_t i = 0; i < r->n; i++) {
         X3_TRY(rc, out, x3_embed(s->source, r->ids + i * r->cols, r->cols, row, err));
         X3_TRY(rc, out, x3_hidden_state_write(r->clean, i, 1, row, err));
@@ -323,12 +324,13 @@ out:
 }
 
 /* The difference between a measurement that is there and this one, or NULL. */
-static const char *difference(const cJSON *old, const cJSON *now)
+static const char *difference(const struct x3_measure *s, const cJSON *old)
 {
-    static const char *const keys[] = {"source", "options"};
+    static const char *const keys[] = {"source", "options"}, *const kernels[] = {"kernel_set", NULL};
 
     for (int i = 0; i < 2; i++)
-        if (!cJSON_Compare(x3_json_get(old, keys[i]), x3_json_get(now, keys[i]), true))
+        if (!x3_job_state_equal(x3_json_get(old, keys[i]), x3_json_get(s->file, keys[i]),
+                                s->o.other_kernels ? kernels : kernels + 1))
             return keys[i];
     return NULL;
 }
@@ -358,7 +360,7 @@ static x3_status open_file(struct x3_measure *s, size_t *first, x3_err *err)
     if (s->o.start == X3_MEASURE_NEW || !x3_path_exists(s->o.out))
         goto out;
     X3_TRY(rc, out, x3_json_load(&old, s->o.out, err));
-    differs = difference(old, s->file);
+    differs = difference(s, old);
     if (differs != NULL) {
         rc = s->o.start == X3_MEASURE_RESUME ? refuse(s, old, differs, err) : X3_OK;
         goto out;
@@ -400,7 +402,7 @@ static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *er
     X3_TRY(rc, out, x3_layer_runner_create(&s->scored.runner, s->dev, m, s->scored.n, X3_MEASURE_COLS, err));
     if (budget == 0)
         budget = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 2;
-    s->max_paths = budget / (sizeof(float) * s->scored.n * X3_MEASURE_COLS * m->hidden) + 1;
+    s->max_paths = budget / (sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS)) + 1;
     size_t most = 0;
     for (size_t i = 0; i < m->n_layers; i++)
         most += x3_measure_paths_of(&m->layers[i]);

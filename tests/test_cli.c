@@ -126,6 +126,9 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     EXPECT(0, "model.layers.0.self_attn.q_proj K=4", "exl3-quantize verify %s/mixed --source %s/model", at.dir, at.dir);
     EXPECT(2, "--head-bits and --uniform go with --bits", "exl3-quantize run %s/model %s/x --recipe %s/r.yaml --head-bits 6 --text %s/calib.txt", at.dir, at.dir, at.dir, at.dir);
     EXPECT(2, "one of --bits and --recipe", "exl3-quantize run %s/model %s/x --text %s/calib.txt", at.dir, at.dir, at.dir);
+    EXPECT(1, "the output folder is not empty", "exl3-quantize run %s/model %s/mixed --bits 3 --text %s/calib.txt --cols 100 --resume", at.dir, at.dir, at.dir);
+    EXPECT(0, "body 5", "exl3-quantize run %s/model %s/slashed// --bits 5 --uniform --text %s/calib.txt --cols 100 --rows 1", at.dir, at.dir, at.dir);
+    CHECK(x3_path_exists(x3_test_path(at.dir, "slashed/config.json")) && !x3_path_exists(x3_test_path(at.dir, "slashed.work")));
     EXPECT(0, "measured", "exl3-quantize measure %s/model --out %s/m.json --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir);
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "formats/exl3.h"
+#include "formats/io.h"
 #include "quant/job.h"
 #include "quant/verify.h"
 #include "tools/kept.h"
@@ -224,8 +225,8 @@ static x3_status plan_job(x3_job **job, x3_job_options *o, const x3_job_events *
 
     x3_job_close(*job);
     *job = NULL;
-    X3_TRY(rc, out, x3_asprintf(&measure, err, "%s.measure.json", base));
-    X3_TRY(rc, out, x3_asprintf(recipe, err, "%s.recipe.yaml", base));
+    X3_TRY(rc, out, x3_asprintf(&measure, err, "%.*s.measure.json", (int)x3_path_trimmed(base), base));
+    X3_TRY(rc, out, x3_asprintf(recipe, err, "%.*s.recipe.yaml", (int)x3_path_trimmed(base), base));
     X3_TRY(rc, out, x3_plan_for_run(o, measure, *recipe, events, findings, err));
     o->recipe = *recipe;
     rc = x3_job_open(job, o, events, findings, err);
