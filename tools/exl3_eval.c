@@ -14,6 +14,7 @@
 #include "tools/options.h"
 #include "tools/progress.h"
 #include "tools/replay.h"
+#include "tools/report.h"
 
 static void on_step(void *arg, size_t done, size_t total, const char *what)
 {
@@ -24,7 +25,7 @@ static void on_step(void *arg, size_t done, size_t total, const char *what)
 
 static struct eval_values {
     const char *model, *pack, *out, *ref, *json, *device, *prompt, *system, *chat_template, *receipt;
-    x3_list texts, ignored;
+    x3_list texts, ignored, receipts;
     uint64_t ctx, positions, skip, threads, max_tokens;
     double max_kl, min_top1;
     bool json_progress, chat;
@@ -330,6 +331,34 @@ static int run_generate(void *arg, const char *command_line)
     return code;
 }
 
+/* ---- report ---- */
+
+static const x3_option report_options[] = {
+    {"out", X3_OPT_TEXT, AT(out), "FILE", "the page, .html", 0, 0, true},
+};
+
+static int run_report(void *arg, const char *command_line)
+{
+    struct eval_values *v = arg;
+    x3_reporter r;
+    x3_report report;
+    char *html = NULL;
+    size_t n_bytes = 0;
+    x3_err err = {0};
+    int code = 0;
+
+    (void)command_line;
+    x3_reporter_open(&r, false);
+    if (x3_report_read(&report, v->receipts.items, v->receipts.n, &err) != X3_OK ||
+        x3_report_page(&report, &html, &n_bytes, &err) != X3_OK || x3_write_file(v->out, html, n_bytes, &err) != X3_OK)
+        code = x3_report_error(&r, NULL, &err);
+    else
+        printf("report      %s: %zu scores, %zu packs, %s\n", v->out, report.n_scores, report.n_packs, x3_bytes_text(n_bytes));
+    free(html);
+    x3_report_free(&report);
+    return code;
+}
+
 /* ---- replay ---- */
 
 static int run_replay(void *arg, const char *command_line);
@@ -343,6 +372,8 @@ static const x3_command commands[] = {
     {"compare", "reference and score in one go", {"MODEL", "PACK"}, {AT(model), AT(pack)}, compare_options, N(compare_options),
      run_compare, &values},
     {"generate", "greedy text from a pack", {"PACK"}, {AT(pack)}, generate_options, N(generate_options), run_generate, &values},
+    {"report", "a page from receipts of scores and packs", {"RECEIPT..."}, {AT(receipts)}, report_options, N(report_options),
+     run_report, &values},
     {"replay", "run a receipt's command again and compare", {"RECEIPT"}, {AT(receipt)}, NULL, 0, run_replay, &values},
 };
 
