@@ -41,6 +41,17 @@ static const x3_linear_desc *expert_linear(const x3_layer_desc *l, size_t expert
     return &l->linears[(size_t)l->moe.first_expert + 3 * expert + part];
 }
 
+/* Whether something is quantized with the second moments of an input that is not an expert's. */
+static bool is_calibrated(const x3_layer_desc *l, int input)
+{
+    if (l->ffn == X3_FFN_MOE && input == block_input(l))
+        return true;
+    for (size_t i = 0; i < l->n_linears; i++)
+        if (l->linears[i].input == input && l->linears[i].quantized)
+            return true;
+    return false;
+}
+
 x3_hessian *x3_layer_stats_hessian(const x3_layer_stats *s, size_t index)
 {
     const x3_hessian *own = s->hessians[s->layer->linears[index].input];
@@ -156,6 +167,8 @@ static x3_status on_input(void *arg, const x3_captured *in, x3_err *err)
 
     if (in->expert >= 0)
         return c->original ? X3_OK : on_expert(c, in, err);
+    if (!is_calibrated(in->layer, in->input))
+        return X3_OK;
     if (block)
         rc = keep_fill(c, in->d_x, c->original ? c->d_fill_original : c->d_fill, err);
     if (rc == X3_OK && c->original)
@@ -180,6 +193,8 @@ static x3_status create_buffers(struct capture *c, x3_err *err)
         bool wanted = e < 0 ? c->dense : (size_t)e >= c->first && (size_t)e < c->end;
         if (e >= 0 && !c->s->options.own && d->input != expert_linear(l, (size_t)e, 2)->input)
             wanted = false;
+        if (e < 0 && !is_calibrated(l, d->input))
+            continue;
         if (wanted && c->s->hessians[d->input] == NULL)
             X3_TRY(rc, out, x3_hessian_create(&c->s->hessians[d->input], dev, d->n_in, c->s->both, err));
         if (c->s->both && e < 0 && c->d_original[d->input] == NULL)
@@ -279,7 +294,8 @@ static x3_status finish_pass(struct capture *c, x3_err *err)
     x3_status rc = X3_OK;
 
     for (size_t i = 0; i < l->n_linears && c->dense; i++)
-        if (x3_layer_expert(l, i) < 0 && (i == 0 || l->linears[i].input != l->linears[i - 1].input))
+        if (x3_layer_expert(l, i) < 0 && (i == 0 || l->linears[i].input != l->linears[i - 1].input) &&
+            is_calibrated(l, l->linears[i].input))
             X3_TRY(rc, out, x3_hessian_finish(c->s->hessians[l->linears[i].input], err));
     for (size_t e = c->first; e < c->end; e++)
         X3_TRY(rc, out, finish_expert(c, e, err));

@@ -22,7 +22,11 @@ typedef struct x3_layer_runner {
     x3_kv_layer kv; /* of the current layer */
     float *d_x, *host;
     size_t n_rows, n_cols, at_once, hidden;
+    size_t n_selected; /* x3_model_selected(): kept in the states behind the hidden states of a row */
 } x3_layer_runner;
+
+/* Floats of a row of states. */
+size_t x3_state_floats(const x3_model *m, size_t n_cols);
 
 x3_status x3_layer_runner_create(x3_layer_runner *r, x3_device *dev, const x3_model *m, size_t n_rows, size_t n_cols,
                                  x3_err *err) X3_MUST;
@@ -31,6 +35,8 @@ void x3_layer_runner_free(x3_layer_runner *r);
 size_t x3_layer_runner_bytes(const x3_model *m, size_t n_rows, size_t n_cols, bool both_paths);
 /* Cache pages for a layer of this shape; call before using it. */
 x3_status x3_layer_runner_prepare(x3_layer_runner *r, const x3_layer_desc *layer, x3_err *err) X3_MUST;
+/* Rows [row, row + n) of a path: hidden states to d_x [n][n_cols][hidden], and what layers share to the batch. */
+x3_status x3_load_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, float *d_x, x3_err *err) X3_MUST;
 /* Rows [row, row + n) of a path through the layer as it is now; the states after it stay in r->d_x, or are written. */
 x3_status x3_run_rows(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_state *path, size_t row, size_t n,
                       x3_err *err) X3_MUST;

@@ -3,17 +3,23 @@
 
 #include <stdlib.h>
 
+size_t x3_state_floats(const x3_model *m, size_t n_cols)
+{
+    return n_cols * (m->hidden + x3_model_selected(m, n_cols));
+}
+
 x3_status x3_layer_runner_create(x3_layer_runner *r, x3_device *dev, const x3_model *m, size_t n_rows, size_t n_cols,
                                  x3_err *err)
 {
     x3_status rc;
 
-    *r = (x3_layer_runner){.dev = dev, .n_rows = n_rows, .n_cols = n_cols, .hidden = m->hidden};
+    *r = (x3_layer_runner){.dev = dev, .n_rows = n_rows, .n_cols = n_cols, .hidden = m->hidden,
+                           .n_selected = x3_model_selected(m, n_cols)};
     r->at_once = x3_stream_batch(n_rows, n_cols);
     X3_TRY(rc, out, x3_forward_create(&r->f, dev, m, r->at_once * n_cols, n_cols, err));
-    X3_TRY(rc, out, x3_full_batch_create(&r->batch, dev, r->at_once, n_cols, err));
+    X3_TRY(rc, out, x3_full_batch_create(&r->batch, dev, r->at_once, n_cols, r->n_selected, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_x, r->at_once * n_cols * m->hidden, err));
-    X3_TRY(rc, out, x3_alloc(&r->host, r->at_once * n_cols * m->hidden, sizeof(float), err));
+    X3_TRY(rc, out, x3_alloc(&r->host, r->at_once * x3_state_floats(m, n_cols), sizeof(float), err));
 out:
     if (rc != X3_OK)
         x3_layer_runner_free(r);
@@ -45,7 +51,8 @@ static size_t input_floats(const x3_layer_desc *l)
 
 size_t x3_layer_runner_bytes(const x3_model *m, size_t n_rows, size_t n_cols, bool both_paths)
 {
-    const size_t positions = x3_stream_batch(n_rows, n_cols) * n_cols;
+    const size_t n_sequences = x3_stream_batch(n_rows, n_cols), positions = n_sequences * n_cols;
+    const size_t n_pages = (n_cols + X3_KV_PAGE - 1) / X3_KV_PAGE * n_sequences;
     size_t widest = 0, kv = 0;
 
     for (size_t i = 0; i < m->n_layers; i++) {
@@ -54,35 +61,66 @@ size_t x3_layer_runner_bytes(const x3_model *m, size_t n_rows, size_t n_cols, bo
         if (l->ffn == X3_FFN_MOE) /* tokens of the fallback; an expert's on the original path; inner values and copies */
             floats += (both_paths ? 3 : 1) * m->hidden + (both_paths ? 4 : 3) * l->moe.n_inner;
         widest = x3_max_size(widest, floats);
-        kv = x3_max_size(kv, 2 * l->gqa.n_kv_heads * l->gqa.head_dim);
+        kv = x3_max_size(kv, x3_kv_layer_floats(l, n_pages, n_sequences));
     }
-    return x3_forward_bytes(m, positions, n_cols) + sizeof(float) * positions * (2 * m->hidden + kv + widest);
+    return x3_forward_bytes(m, positions, n_cols) +
+           sizeof(float) * (kv + positions * (2 * (m->hidden + x3_model_selected(m, n_cols)) + widest));
 }
 
 x3_status x3_layer_runner_prepare(x3_layer_runner *r, const x3_layer_desc *layer, x3_err *err)
 {
     x3_kv_layer_free(&r->kv, r->dev);
-    return x3_kv_layer_create(&r->kv, r->dev, layer, r->batch.n_pages, err);
+    return x3_kv_layer_create(&r->kv, r->dev, layer, r->batch.n_pages, r->batch.n_slots, err);
 }
 
-x3_status x3_run_rows(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_state *path, size_t row, size_t n, x3_err *err)
+/* A row of states is [n_cols][hidden], then [n_cols][n_selected] numbers of 32 bits. */
+x3_status x3_load_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, float *d_x, x3_err *err)
 {
-    const size_t floats = n * r->n_cols * r->hidden;
+    const x3_device_ops *ops = r->dev->ops;
+    const size_t hidden = r->n_cols * r->hidden, selected = r->n_cols * r->n_selected;
     x3_status rc;
 
-    x3_full_batch_limit(&r->batch, n);
     X3_TRY(rc, out, x3_hidden_state_read(path, row, n, r->host, err));
-    X3_TRY(rc, out, r->dev->ops->upload(r->dev, r->d_x, r->host, floats * sizeof(float), err));
-    X3_TRY(rc, out, x3_forward_layer(r->f, w, &r->batch.batch, &r->kv, r->d_x, err));
+    if (selected == 0)
+        return ops->upload(r->dev, d_x, r->host, n * hidden * sizeof(float), err);
+    for (size_t i = 0; i < n; i++) {
+        const float *from = r->host + i * (hidden + selected);
+        X3_TRY(rc, out, ops->upload(r->dev, d_x + i * hidden, from, hidden * sizeof(float), err));
+        X3_TRY(rc, out, ops->upload(r->dev, r->batch.batch.d_selected + i * selected, from + hidden, selected * sizeof(int32_t),
+                                    err));
+    }
 out:
     return rc;
 }
 
 x3_status x3_store_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, x3_err *err)
 {
-    x3_status rc = r->dev->ops->download(r->dev, r->host, r->d_x, n * r->n_cols * r->hidden * sizeof(float), err);
+    const x3_device_ops *ops = r->dev->ops;
+    const size_t hidden = r->n_cols * r->hidden, selected = r->n_cols * r->n_selected;
+    x3_status rc = X3_OK;
 
-    return rc == X3_OK ? x3_hidden_state_write(path, row, n, r->host, err) : rc;
+    if (selected == 0)
+        X3_TRY(rc, out, ops->download(r->dev, r->host, r->d_x, n * hidden * sizeof(float), err));
+    for (size_t i = 0; selected != 0 && i < n; i++) {
+        float *to = r->host + i * (hidden + selected);
+        X3_TRY(rc, out, ops->download(r->dev, to, r->d_x + i * hidden, hidden * sizeof(float), err));
+        X3_TRY(rc, out, ops->download(r->dev, to + hidden, r->batch.batch.d_selected + i * selected,
+                                      selected * sizeof(int32_t), err));
+    }
+    rc = x3_hidden_state_write(path, row, n, r->host, err);
+out:
+    return rc;
+}
+
+x3_status x3_run_rows(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_state *path, size_t row, size_t n, x3_err *err)
+{
+    x3_status rc;
+
+    x3_full_batch_limit(&r->batch, n);
+    X3_TRY(rc, out, x3_load_rows(r, path, row, n, r->d_x, err));
+    rc = x3_forward_layer(r->f, w, &r->batch.batch, &r->kv, r->d_x, err);
+out:
+    return rc;
 }
 
 x3_status x3_run_layer(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_state *path, x3_err *err)

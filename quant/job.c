@@ -187,7 +187,7 @@ static x3_status embed_rows(x3_job *job, x3_err *err)
     float *row = NULL;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_alloc(&row, cols * job->source->model->hidden, sizeof *row, err));
+    X3_TRY(rc, out, x3_alloc(&row, x3_state_floats(job->source->model, cols), sizeof *row, err));
     for (size_t i = 0; i < job->n_rows; i++) {
         X3_TRY(rc, out, x3_embed(job->source, job->ids + i * cols, cols, row, err));
         X3_TRY(rc, out, x3_hidden_state_write(job->quantized, i, 1, row, err));
@@ -202,7 +202,7 @@ out:
 
 static x3_status create_states(x3_job *job, x3_err *err)
 {
-    const size_t floats = job->o.cols * job->source->model->hidden;
+    const size_t floats = x3_state_floats(job->source->model, job->o.cols);
     const bool in_ram = job->summary.hidden_in_ram;
     x3_status rc;
 
@@ -274,8 +274,7 @@ static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
         size_t n = x3_min_size(r->at_once, r->n_rows - row), positions = n * r->n_cols;
         for (int path = both ? 1 : 0; path >= 0; path--) {
             float *d_x = path == 1 ? d_original : r->d_x;
-            X3_TRY(rc, out, x3_hidden_state_read(path == 1 ? job->original : job->quantized, row, n, r->host, err));
-            X3_TRY(rc, out, job->dev->ops->upload(job->dev, d_x, r->host, positions * m->hidden * sizeof(float), err));
+            X3_TRY(rc, out, x3_load_rows(r, path == 1 ? job->original : job->quantized, row, n, d_x, err));
             X3_TRY(rc, out, job->dev->ops->rms_norm(job->dev, d_x, m->hidden, positions, m->hidden, d_norm, m->norm_eps, d_x,
                                                     m->hidden, err));
             X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));

@@ -10,22 +10,6 @@
 
 /* ---- linears of one input ---- */
 
-static x3_status load_source(x3_job *job, const x3_linear_desc *d, const float **d_w, x3_err *err)
-{
-    float *host = NULL, *device = NULL;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(job->source, d, 0, d->n_out, host, err));
-    X3_TRY(rc, out, x3_device_floats(job->dev, &device, d->n_out * d->n_in, err));
-    *d_w = device;
-    X3_TRY(rc, out, job->dev->ops->upload(job->dev, device, host, d->n_out * d->n_in * sizeof *host, err));
-    rc = job->dev->ops->sync(job->dev, err);
-out:
-    free(host);
-    return rc;
-}
-
 static x3_status write_bias(x3_job *job, const x3_planned_group *g, x3_err *err)
 {
     const x3_tensor *t = x3_checkpoint_bias(job->source, g->linear);
@@ -91,7 +75,7 @@ x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, x3_quant
     for (size_t i = 0; i < n; i++) {
         const x3_linear_desc *d = planned[i].linear;
         linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = planned[i].K};
-        X3_TIMED(job, X3_STAGE_LOAD, rc, out, load_source(job, d, &linears[i].d_w, err));
+        X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_dense_load(&linears[i].d_w, job->dev, job->source, d, err));
     }
     X3_TIMED(job, X3_STAGE_QUANTIZE, rc, out,
              x3_quantize_group(job->dev, &job->o.quant, group, h, linears, n, &uncalibrated, err));

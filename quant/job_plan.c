@@ -247,7 +247,7 @@ static void estimate_memory(x3_job *job)
     const uint64_t head = head_bytes(job);
     size_t at_once;
 
-    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * job->o.cols * m->hidden * sizeof(float);
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;

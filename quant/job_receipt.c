@@ -52,7 +52,7 @@ static x3_status add_source(cJSON *j, const x3_job *job, x3_err *err)
             continue;
         X3_TRY(rc, out, x3_json_add(dropped, NULL, entry = cJSON_CreateObject(), err));
         X3_TRY(rc, out, x3_json_add(entry, "name", cJSON_CreateString(job->source->st->tensors[i].name), err));
-        X3_TRY(rc, out, x3_json_add(entry, "reason", cJSON_CreateString(job->source->drop_reasons[i]), err));
+        X3_TRY(rc, out, x3_json_add(entry, "reason", cJSON_CreateString(job->source->reasons[i]), err));
     }
 out:
     return rc;

@@ -9,7 +9,8 @@
 #include "formats/io.h"
 #include "quant/measure_internal.h"
 
-#define CHUNK 128 /* positions whose logits are in memory at once */
+#define CHUNK 128    /* positions whose logits are in memory at once */
+#define TEXT_PART 32
 
 static void note(const struct x3_measure *s, const char *text)
 {
@@ -19,19 +20,32 @@ static void note(const struct x3_measure *s, const char *text)
 
 /* ---- text and states ---- */
 
-static x3_status take_rows(struct x3_measured_rows *r, const int32_t *ids, size_t n, size_t cols, x3_err *err)
+/* n rows of cols tokens, spread evenly over ids [n_ids]. */
+static x3_status spread_rows(struct x3_measured_rows *r, const int32_t *ids, size_t n_ids, size_t n, size_t cols, x3_err *err)
 {
     x3_status rc = x3_alloc(&r->ids, n * cols, sizeof *r->ids, err);
 
-    if (rc == X3_OK)
-        memcpy(r->ids, ids, n * cols * sizeof *ids);
+    for (size_t i = 0; rc == X3_OK && i < n; i++)
+        memcpy(r->ids + i * cols, ids + i * (n_ids / n), cols * sizeof *ids);
     r->n = n;
     r->cols = cols;
     return rc;
 }
 
-/* The scored rows come first and are others than those that calibrate: noise that avoids what the calibration has seen
- * would look harmless on it. They get at most a quarter of the text. */
+/* Removes what spread_rows took. */
+static size_t remove_spread(int32_t *ids, size_t n_ids, size_t n, size_t cols)
+{
+    size_t to = 0;
+
+    for (size_t from = 0; from < n_ids; from++)
+        if (from / (n_ids / n) >= n || from % (n_ids / n) >= cols)
+            ids[to++] = ids[from];
+    return to;
+}
+
+/* Both kinds of rows are spread over the text (its first TEXT_PART-fold of what is needed), whose kinds differ. The scored
+ * ones are others than those that calibrate: noise that avoids what the calibration has seen would look harmless on it.
+ * They get at most a quarter of the text. */
 static x3_status read_rows(struct x3_measure *s, x3_err *err)
 {
     const size_t wanted = s->o.score_rows * X3_MEASURE_COLS + s->o.rows * s->o.cols;
@@ -44,7 +58,7 @@ static x3_status read_rows(struct x3_measure *s, x3_err *err)
     X3_TRY(rc, out, x3_path_join(&path, s->o.model, "tokenizer.json", err));
     X3_TRY(rc, out, x3_tokenizer_load(&tokenizer, path, err));
     X3_TRY(rc, out, x3_corpus_load(&s->corpus, s->o.texts, s->o.n_texts, X3_USE_CALIBRATION, err));
-    X3_TRY(rc, out, x3_corpus_rows(s->corpus, tokenizer, 0, wanted, 1, &ids, &n, err));
+    X3_TRY(rc, out, x3_corpus_rows(s->corpus, tokenizer, 0, TEXT_PART * wanted, 1, &ids, &n, err));
     for (size_t i = 0; i < n; i++)
         if ((size_t)ids[i] >= s->source->model->vocab) {
             rc = x3_fail(err, X3_ERR_INPUT, "%s: token id %d of the text is past the embedding of %zu rows", path, ids[i],
@@ -63,8 +77,9 @@ static x3_status read_rows(struct x3_measure *s, x3_err *err)
                  s->o.cols, n_scored, X3_MEASURE_COLS);
         note(s, text);
     }
-    X3_TRY(rc, out, take_rows(&s->scored, ids, n_scored, X3_MEASURE_COLS, err));
-    rc = take_rows(&s->calibration, ids + n_scored * X3_MEASURE_COLS, n_rows, s->o.cols, err);
+    X3_TRY(rc, out, spread_rows(&s->scored, ids, n, n_scored, X3_MEASURE_COLS, err));
+    n = remove_spread(ids, n, n_scored, X3_MEASURE_COLS);
+    rc = spread_rows(&s->calibration, ids, n, n_rows, s->o.cols, err);
 out:
     free(ids);
     free(path);
@@ -250,7 +265,7 @@ static size_t layers_at_once(const struct x3_measure *s, size_t first)
 
 /* ---- the file ---- */
 
-static x3_status identity(cJSON **out, const x3_checkpoint *source, x3_err *err)
+x3_status x3_measure_source(cJSON **out, const x3_checkpoint *source, x3_err *err)
 {
     cJSON *j = cJSON_CreateObject(), *shards = cJSON_CreateArray();
     uint64_t config;
@@ -278,7 +293,7 @@ static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
     x3_status rc;
 
     *out = NULL;
-    X3_TRY(rc, out, identity(&source, s->source, err));
+    X3_TRY(rc, out, x3_measure_source(&source, s->source, err));
     X3_TRY(rc, out, x3_json_add(f, "exl3_measurement", cJSON_CreateNumber(1), err));
     X3_TRY(rc, out, x3_json_add(f, "source", source, err));
     X3_TRY(rc, out, x3_json_add(f, "options", options, err));
@@ -494,7 +509,7 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
 
     *out = (x3_measurement){0};
     X3_TRY(rc, out, x3_json_load(&file, path, err));
-    X3_TRY(rc, out, identity(&expected, source, err));
+    X3_TRY(rc, out, x3_measure_source(&expected, source, err));
     if (x3_json_get(file, "exl3_measurement") == NULL || !cJSON_IsArray(x3_json_get(file, "linears"))) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is no measurement of exl3-quantize", path);
         goto out;

@@ -46,6 +46,8 @@ typedef struct x3_measurement {
 x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_checkpoint *source, x3_err *err) X3_MUST;
 void x3_measurement_free(x3_measurement *m);
 
+/* The part of the file that says which model it is of. */
+x3_status x3_measure_source(cJSON **out, const x3_checkpoint *source, x3_err *err) X3_MUST;
 /* cost [n][8] for x3_plan_request. */
 x3_status x3_measurement_costs(const x3_measurement *m, double (**cost)[8], x3_err *err) X3_MUST;
 

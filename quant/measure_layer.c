@@ -22,22 +22,6 @@ struct layer_work {
 
 /* ---- noise ---- */
 
-static x3_status load_weight(struct x3_measure *s, const x3_linear_desc *d, const float **d_w, x3_err *err)
-{
-    float *host = NULL, *device = NULL;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(s->source, d, 0, d->n_out, host, err));
-    X3_TRY(rc, out, x3_device_floats(s->dev, &device, d->n_out * d->n_in, err));
-    *d_w = device;
-    X3_TRY(rc, out, s->dev->ops->upload(s->dev, device, host, d->n_out * d->n_in * sizeof *host, err));
-    rc = s->dev->ops->sync(s->dev, err);
-out:
-    free(host);
-    return rc;
-}
-
 /* Linears [first, first + n) share an input. */
 static x3_status disturb_input(struct layer_work *t, size_t first, size_t n, x3_err *err)
 {
@@ -50,7 +34,7 @@ static x3_status disturb_input(struct layer_work *t, size_t first, size_t n, x3_
     for (size_t i = first; i < first + n; i++) {
         const x3_linear_desc *d = &t->l->linears[i];
         t->noisy[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = X3_MEASURE_K};
-        X3_TRY(rc, out, load_weight(t->s, d, &t->noisy[i].d_w, err));
+        X3_TRY(rc, out, x3_dense_load(&t->noisy[i].d_w, t->s->dev, t->s->source, d, err));
         t->mass[i] = x3_layer_expert(t->l, i) < 0 ? 0 : h->weight;
     }
     snprintf(group, sizeof group, "%s.input%d", t->l->prefix, t->l->linears[first].input);

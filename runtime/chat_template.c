@@ -8,43 +8,53 @@
 
 struct x3_chat_template {
     x3_jinja *main, *tool_use; /* tool_use: NULL when requests with tools have no template of their own */
+    char *sources[2];          /* their texts */
     cJSON *tokens;             /* name to text */
 };
 
 /* ---- opening ---- */
 
-static x3_status compile_file(x3_jinja **out, const char *path, x3_err *err)
+/* The template for requests with tools, or for all. */
+static x3_status compile(x3_chat_template *t, bool for_tools, const char *text, size_t n_bytes, const char *name, x3_err *err)
+{
+    x3_status rc = x3_strndup(&t->sources[for_tools], text, n_bytes, err);
+
+    return rc == X3_OK ? x3_jinja_compile(for_tools ? &t->tool_use : &t->main, text, n_bytes, name, err) : rc;
+}
+
+static x3_status compile_file(x3_chat_template *t, bool for_tools, const char *path, x3_err *err)
 {
     char *text = NULL;
     size_t n_bytes;
     x3_status rc;
 
     X3_TRY(rc, out, x3_read_file(&text, &n_bytes, path, X3_JINJA_TEXT_MAX, err));
-    rc = x3_jinja_compile(out, text, n_bytes, path, err);
+    rc = compile(t, for_tools, text, n_bytes, path, err);
 out:
     free(text);
     return rc;
 }
 
-/* Compiles dir/name into *out if there is such a file. */
-static x3_status compile_in(x3_jinja **out, const char *dir, const char *name, x3_err *err)
+/* dir/name, if there is such a file. */
+static x3_status compile_in(x3_chat_template *t, bool for_tools, const char *dir, const char *name, x3_err *err)
 {
     char *path = NULL;
     x3_status rc = x3_path_join(&path, dir, name, err);
 
     if (rc == X3_OK && x3_path_exists(path))
-        rc = compile_file(out, path, err);
+        rc = compile_file(t, for_tools, path, err);
     free(path);
     return rc;
 }
 
-static x3_status compile_text(x3_jinja **out, const char *text, const char *where, const char *name, x3_err *err)
+static x3_status compile_text(x3_chat_template *t, bool for_tools, const char *text, const char *where, const char *name,
+                              x3_err *err)
 {
     char *label = NULL;
     x3_status rc = x3_asprintf(&label, err, "%s, chat_template%s%s", where, name[0] == '\0' ? "" : " ", name);
 
     if (rc == X3_OK)
-        rc = x3_jinja_compile(out, text, strlen(text), label, err);
+        rc = compile(t, for_tools, text, strlen(text), label, err);
     free(label);
     return rc;
 }
@@ -59,15 +69,15 @@ static x3_status compile_config(x3_chat_template *t, const cJSON *config, const 
     if (node == NULL || t->main != NULL)
         return X3_OK;
     if (cJSON_IsString(node))
-        return compile_text(&t->main, node->valuestring, where, "", err);
+        return compile_text(t, false, node->valuestring, where, "", err);
     if (!cJSON_IsArray(node))
         return x3_fail(err, X3_ERR_INPUT, "%s: \"chat_template\" is neither a text nor a list", where);
     cJSON_ArrayForEach(item, node) {
         X3_TRY(rc, out, x3_json_string(item, "name", true, &name, where, err));
         X3_TRY(rc, out, x3_json_string(item, "template", true, &text, where, err));
-        x3_jinja **out = strcmp(name, "default") == 0 ? &t->main : strcmp(name, "tool_use") == 0 ? &t->tool_use : NULL;
-        if (out != NULL && *out == NULL)
-            X3_TRY(rc, out, compile_text(out, text, where, name, err));
+        bool for_tools = strcmp(name, "tool_use") == 0;
+        if ((for_tools || strcmp(name, "default") == 0) && t->sources[for_tools] == NULL)
+            X3_TRY(rc, out, compile_text(t, for_tools, text, where, name, err));
     }
 out:
     return rc;
@@ -124,12 +134,12 @@ static x3_status open_files(x3_chat_template *t, const char *dir, const char *fi
     if (x3_json_get(config, "added_tokens_decoder") == NULL)
         X3_TRY(rc, out, add_tokens(t->tokens, map, err));
     if (file != NULL) {
-        rc = compile_file(&t->main, file, err);
+        rc = compile_file(t, false, file, err);
         goto out;
     }
-    X3_TRY(rc, out, compile_in(&t->main, dir, "chat_template.jinja", err));
+    X3_TRY(rc, out, compile_in(t, false, dir, "chat_template.jinja", err));
     if (t->main != NULL)
-        X3_TRY(rc, out, compile_in(&t->tool_use, dir, "additional_chat_templates/tool_use.jinja", err));
+        X3_TRY(rc, out, compile_in(t, true, dir, "additional_chat_templates/tool_use.jinja", err));
     X3_TRY(rc, out, compile_config(t, config, config_path, err));
     if (t->main == NULL)
         rc = x3_fail(err, X3_ERR_INPUT, "%s: no chat_template.jinja, and no \"chat_template\" (or no \"default\" among "
@@ -162,8 +172,15 @@ void x3_chat_template_free(x3_chat_template *t)
         return;
     x3_jinja_free(t->main);
     x3_jinja_free(t->tool_use);
+    free(t->sources[0]);
+    free(t->sources[1]);
     cJSON_Delete(t->tokens);
     free(t);
+}
+
+const char *x3_chat_template_source(const x3_chat_template *t, bool with_tools)
+{
+    return t->sources[with_tools && t->tool_use != NULL];
 }
 
 const char *x3_chat_template_token(const x3_chat_template *t, const char *name)

@@ -25,6 +25,9 @@ void x3_chat_template_free(x3_chat_template *t);
 /* The text of a token by its name ("eos_token"), or NULL. Lives as long as the template. */
 const char *x3_chat_template_token(const x3_chat_template *t, const char *name);
 
+/* The text of the template that requests with or without tools are rendered with. Lives as long as the template. */
+const char *x3_chat_template_source(const x3_chat_template *t, bool with_tools);
+
 /* All JSON is borrowed for the call and not changed. */
 typedef struct x3_chat_request {
     const cJSON *messages;         /* array of objects, not empty */

@@ -71,7 +71,7 @@ static void set_role(x3_checkpoint *c, const x3_tensor *t, x3_tensor_role role, 
     if (t == NULL)
         return;
     c->roles[t - c->st->tensors] = role;
-    c->drop_reasons[t - c->st->tensors] = reason;
+    c->reasons[t - c->st->tensors] = reason;
 }
 
 static const char *file_of(const x3_checkpoint *c, const x3_tensor *t)
@@ -103,7 +103,7 @@ static void expect(x3_checkpoint *c, const char *name, const x3_tensor *t, size_
 }
 
 /* FP8 weights need their scales: one for all, one a row, or one a block. */
-static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings *f)
+static void account_scale(x3_checkpoint *c, const x3_tensor *weight, bool quantized, x3_findings *f)
 {
     const x3_tensor *scale, *input;
     char shape[128];
@@ -122,9 +122,14 @@ static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings
     if (!is_float || !(scale->n_elements == 1 || scale->n_elements == weight->shape[0] || blocks))
         x3_findings_add(f, "%s: %s is %s %s, which does not fit its weight", file_of(c, scale), scale->name,
                         x3_dtype_name(scale->dtype), x3_tensor_shape_text(scale, shape));
-    set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
     input = find(c, weight->name, "_input_scale");
-    set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    if (quantized) {
+        set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
+        set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    } else { /* the weight stays FP8, so it needs its scale */
+        set_role(c, scale, X3_ROLE_KEPT, NULL);
+        set_role(c, input, X3_ROLE_KEPT, NULL);
+    }
 }
 
 static bool is_stack_shape(const x3_tensor *t, const x3_stack_desc *s, size_t n_in, bool out_in)
@@ -188,7 +193,7 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
         expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
-        account_scale(c, weight, f);
+        account_scale(c, weight, d->quantized, f);
         if (!tied)
             set_role(c, weight, d->quantized ? X3_ROLE_WEIGHT : X3_ROLE_KEPT, NULL);
     }
@@ -206,12 +211,41 @@ out:
     return rc;
 }
 
+/* Dimensions of 1 do not count: A_log is [heads] or [1, 1, heads, 1], a convolution [channels, 1, kernel]. */
+static bool is_vector(const x3_tensor *t, const x3_vector_desc *v)
+{
+    const size_t want[] = {v->width == 0 ? v->n : v->n / v->width, v->width == 0 ? 1 : v->width};
+    size_t at = 0;
+
+    for (int i = 0; i < t->rank; i++) {
+        if (t->shape[i] == 1)
+            continue;
+        while (at < 2 && want[at] == 1)
+            at++;
+        if (at == 2 || t->shape[i] != want[at++])
+            return false;
+    }
+    return t->n_elements == v->n;
+}
+
 static void account_vector(x3_checkpoint *c, const x3_vector_desc *v, x3_findings *f)
 {
     const x3_tensor *t = x3_safetensors_find(c->st, v->name);
+    char shape[128];
 
-    expect(c, v->name, t, v->n, 0, f);
     set_role(c, t, X3_ROLE_KEPT, NULL);
+    if (t == NULL || t->dtype == X3_F8_E4M3 || (v->width == 0 && t->rank == 1)) {
+        expect(c, v->name, t, v->n, 0, f);
+        if (t != NULL && t->dtype == X3_F8_E4M3)
+            x3_findings_add(f, "%s: %s: type F8_E4M3 is not supported here", file_of(c, t), t->name);
+        return;
+    }
+    if (!is_vector(t, v))
+        x3_findings_add(f, "%s: %s has shape %s, the config says [%zu, %zu] (dimensions of 1 aside)", file_of(c, t), t->name,
+                        x3_tensor_shape_text(t, shape), v->width == 0 ? v->n : v->n / v->width,
+                        v->width == 0 ? (size_t)1 : v->width);
+    if (t->dtype != X3_BF16 && t->dtype != X3_F16 && t->dtype != X3_F32)
+        x3_findings_add(f, "%s: %s has type %s, expected BF16, F16 or F32", file_of(c, t), t->name, x3_dtype_name(t->dtype));
 }
 
 /* Tensors that old conversions left behind and every loader recomputes. */
@@ -221,18 +255,6 @@ static const char *drop_reason(const char *name)
     size_t n = strlen(name), s = sizeof suffix - 1;
 
     return n > s && strcmp(name + n - s, suffix) == 0 ? "recomputed from the config" : NULL;
-}
-
-/* "model.layers.46.…" of a model with 46 layers that run and one that predicts ahead. */
-static bool is_draft(const x3_model *m, const char *name)
-{
-    for (size_t i = 0; i < m->n_draft_layers; i++) {
-        char prefix[64];
-        int n = snprintf(prefix, sizeof prefix, "model.layers.%zu.", m->n_layers + i);
-        if (strncmp(name, prefix, (size_t)n) == 0)
-            return true;
-    }
-    return false;
 }
 
 static x3_status account(x3_checkpoint *c, x3_findings *f, x3_err *err)
@@ -258,8 +280,8 @@ static x3_status account(x3_checkpoint *c, x3_findings *f, x3_err *err)
         const x3_tensor *t = &c->st->tensors[i];
         if (c->roles[i] == X3_ROLE_NONE && drop_reason(t->name) != NULL)
             set_role(c, t, X3_ROLE_DROPPED, drop_reason(t->name));
-        if (c->roles[i] == X3_ROLE_NONE && is_draft(m, t->name))
-            set_role(c, t, X3_ROLE_KEPT, NULL);
+        if (c->roles[i] == X3_ROLE_NONE && x3_model_carries(m, t->name) != NULL)
+            set_role(c, t, X3_ROLE_KEPT, x3_model_carries(m, t->name));
         if (c->roles[i] == X3_ROLE_NONE)
             x3_findings_add(f, "%s: tensor %s is not part of a %s model with %zu layers", file_of(c, t), t->name,
                             m->model_type, m->n_layers);
@@ -303,7 +325,7 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_safetensors_open(&c->st, dir, findings, err));
     X3_TRY(rc, out, x3_alloc(&c->roles, c->st->n_tensors, sizeof *c->roles, err));
     X3_TRY(rc, out, x3_alloc(&c->hashes, c->st->n_tensors, sizeof *c->hashes, err));
-    X3_TRY(rc, out, x3_alloc(&c->drop_reasons, c->st->n_tensors, sizeof *c->drop_reasons, err));
+    X3_TRY(rc, out, x3_alloc(&c->reasons, c->st->n_tensors, sizeof *c->reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
     *out = c;
@@ -321,7 +343,7 @@ void x3_checkpoint_close(x3_checkpoint *c)
     x3_model_free(c->model);
     x3_hf_config_free(c->config);
     free(c->roles);
-    free(c->drop_reasons);
+    free(c->reasons);
     free(c->hashes);
     free(c->dir);
     free(c);

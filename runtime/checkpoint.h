@@ -22,7 +22,8 @@ typedef struct x3_checkpoint {
     x3_safetensors *st;
     bool is_pack;
     x3_tensor_role *roles;     /* [st->n_tensors] */
-    const char **drop_reasons; /* [st->n_tensors], for X3_ROLE_DROPPED */
+    const char **reasons;      /* [st->n_tensors], for X3_ROLE_DROPPED; for X3_ROLE_KEPT what a tensor that the text model
+                                  does not use is part of, else NULL */
     struct x3_tensor_hash {
         uint64_t hash;
         bool known;

@@ -258,6 +258,8 @@ static x3_status cpu_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
                                in_page / X3_PANEL * X3_PANEL * kv->k_dim + in_page % X3_PANEL;
                 for (size_t d = 0; d < kv->k_dim; d++)
                     panel[d * X3_PANEL] = key[d];
+                if (kv->d_values == NULL)
+                    continue;
                 memcpy(kv->d_values + ((page + h) * X3_KV_PAGE + in_page) * kv->v_dim,
                        v + (s->first_row + r) * ldv + h * kv->v_dim, kv->v_dim * sizeof *v);
             }
@@ -270,8 +272,9 @@ struct attention_work {
     x3_device_cpu *cpu;
     const x3_attention_args *a;
     const x3_batch *batch;
-    size_t n_repeat, positions; /* query heads a KV head, positions an item */
-    size_t *first_item;         /* [n_sequences + 1], items of a sequence: position blocks x KV heads */
+    size_t n_repeat, group; /* query heads a KV head, and of them an item */
+    size_t n_groups, positions; /* groups of heads, positions an item */
+    size_t *first_item;     /* [n_sequences + 1], items of a sequence: position blocks x groups of heads */
 };
 
 static void attention_item(void *arg, size_t item, int thread)
@@ -284,21 +287,23 @@ static void attention_item(void *arg, size_t item, int thread)
     while (item >= t->first_item[i + 1])
         i++;
     const x3_sequence *s = &t->batch->sequences[i];
-    size_t local = item - t->first_item[i], head = local % kv->n_kv_heads;
+    size_t local = item - t->first_item[i], part = local % t->n_groups, head = part / (t->n_groups / kv->n_kv_heads);
+    size_t q_head = head * t->n_repeat + part % (t->n_groups / kv->n_kv_heads) * t->group;
+    size_t n_heads = x3_min_size(t->group, (head + 1) * t->n_repeat - q_head);
     /* the last blocks see the most positions: they go first, so that no thread ends with them */
     size_t n_blocks = (s->n_rows + t->positions - 1) / t->positions;
-    size_t first = (n_blocks - 1 - local / kv->n_kv_heads) * t->positions;
-    size_t row = s->first_row + first, q_head = head * t->n_repeat;
+    size_t first = (n_blocks - 1 - local / t->n_groups) * t->positions;
+    size_t row = s->first_row + first;
     x3_attention_item q = {
-        .n_rows = x3_min_size(t->positions, s->n_rows - first) * t->n_repeat,
-        .n_repeat = t->n_repeat,
+        .n_rows = x3_min_size(t->positions, s->n_rows - first) * n_heads,
+        .n_repeat = n_heads,
         .first_position = s->position + first,
         .ldq = a->n_heads * kv->k_dim,
         .ldo = a->n_heads * kv->v_dim,
         .k_dim = kv->k_dim,
         .v_dim = kv->v_dim,
         .keys = kv->d_keys + head * X3_KV_PAGE * kv->k_dim,
-        .values = kv->d_values + head * X3_KV_PAGE * kv->v_dim,
+        .values = kv->d_values == NULL ? NULL : kv->d_values + head * X3_KV_PAGE * kv->v_dim,
         .keys_page = kv->n_kv_heads * X3_KV_PAGE * kv->k_dim,
         .values_page = kv->n_kv_heads * X3_KV_PAGE * kv->v_dim,
         .pages = s->pages,
@@ -311,22 +316,22 @@ static void attention_item(void *arg, size_t item, int thread)
     x3_attention_cpu(t->cpu->k, &q, t->cpu->thread_scratch[thread].p);
 }
 
-static x3_status cpu_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
+x3_status x3_cpu_dense_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
 {
     struct attention_work t = {.cpu = x3_cpu(dev), .a = args, .batch = batch};
     size_t longest = 0;
     x3_status rc;
 
     t.n_repeat = args->n_heads / args->kv->n_kv_heads;
-    if (t.n_repeat > X3_ATTENTION_ROWS)
-        return x3_fail(err, X3_ERR_UNSUPPORTED, "%zu query heads share a KV head, at most %d are supported", t.n_repeat,
-                       X3_ATTENTION_ROWS);
-    t.positions = X3_ATTENTION_ROWS / t.n_repeat;
+    /* more heads than an item takes: the fewest groups of about equal size */
+    const size_t split = (t.n_repeat + X3_ATTENTION_ROWS - 1) / X3_ATTENTION_ROWS;
+    t.group = (t.n_repeat + split - 1) / split;
+    t.n_groups = (t.n_repeat + t.group - 1) / t.group * args->kv->n_kv_heads;
+    t.positions = X3_ATTENTION_ROWS / t.group;
     X3_TRY(rc, out, x3_alloc(&t.first_item, batch->n_sequences + 1, sizeof *t.first_item, err));
     for (size_t i = 0; i < batch->n_sequences; i++) {
         const x3_sequence *s = &batch->sequences[i];
-        t.first_item[i + 1] =
-            t.first_item[i] + (s->n_rows + t.positions - 1) / t.positions * args->kv->n_kv_heads;
+        t.first_item[i + 1] = t.first_item[i] + (s->n_rows + t.positions - 1) / t.positions * t.n_groups;
         longest = x3_max_size(longest, s->position + s->n_rows);
     }
     X3_TRY(rc, out,
@@ -398,14 +403,21 @@ static const x3_device_ops cpu_ops = {
     .download = cpu_copy,
     .copy = cpu_copy,
     .copy_2d = cpu_copy_2d,
+    .copy_heads = x3_cpu_copy_heads,
     .zero = cpu_zero,
     .sync = cpu_sync,
     .linear = x3_cpu_linear,
     .rms_norm = cpu_rms_norm,
     .rope = cpu_rope,
     .kv_append = cpu_kv_append,
-    .attention = cpu_attention,
+    .attention = x3_cpu_attention,
     .silu_mul = cpu_silu_mul,
+    .layer_norm = x3_cpu_layer_norm,
+    .sigmoid_mul = x3_cpu_sigmoid_mul,
+    .linear_heads = x3_cpu_linear_heads,
+    .select = x3_cpu_select,
+    .conv_silu = x3_cpu_conv_silu,
+    .delta_rule = x3_cpu_delta_rule,
     .sigmoid_scale = x3_cpu_sigmoid_scale,
     .route = x3_cpu_route,
     .group_rows = x3_cpu_group_rows,

@@ -97,6 +97,7 @@ void x3_engine_end(x3_engine *e, size_t index, x3_finish finish, const x3_err *e
     count_pages(e);
     memmove(e->running + index, e->running + index + 1, (e->n_running - index - 1) * sizeof *e->running);
     e->n_running--;
+    e->slots[r->slot] = false;
     pthread_mutex_unlock(&e->mutex);
     tell_end(e, r, finish, err);
 }
@@ -134,6 +135,9 @@ static void start_queued(x3_engine *e)
             e->last = NULL;
         r->next = NULL;
         e->stats.n_queued--;
+        for (r->slot = 0; e->slots[r->slot]; r->slot++)
+            ;
+        e->slots[r->slot] = true;
         e->running[e->n_running++] = r;
     }
 }
@@ -225,7 +229,8 @@ x3_resident_options x3_engine_resident(const x3_engine_options *o)
     const size_t per_sequence = (o->max_positions + X3_KV_PAGE - 1) / X3_KV_PAGE;
 
     return (x3_resident_options){.max_positions = o->max_positions, .max_rows = o->chunk_rows, .max_outputs = o->max_sequences,
-                                 .n_pages = o->n_pages == 0 ? per_sequence * o->max_sequences : o->n_pages};
+                                 .n_pages = o->n_pages == 0 ? per_sequence * o->max_sequences : o->n_pages,
+                                 .n_slots = o->max_sequences};
 }
 
 static x3_status check_options(const x3_engine_options *o, x3_err *err)
@@ -246,6 +251,7 @@ static void free_engine(x3_engine *e)
     x3_resident_free(e->resident);
     x3_kv_pages_free(e->pages);
     free(e->running);
+    free(e->slots);
     free(e->sequences);
     free(e->stepped);
     free(e->ids);
@@ -267,12 +273,15 @@ x3_status x3_engine_open(x3_engine **out, x3_device *dev, const x3_checkpoint *c
     X3_TRY(rc, out, x3_alloc(&e, 1, sizeof *e, err));
     e->c = c;
     e->o = *o;
+    /* a recurrent state stands at the end of its sequence alone: the pages before it are no prefix to go on from */
+    e->o.keep_prefixes = o->keep_prefixes && !x3_model_has_states(c->model);
     e->stats.n_pages = ro.n_pages;
     pthread_mutex_init(&e->mutex, NULL);
     pthread_cond_init(&e->changed, NULL);
     X3_TRY(rc, out, x3_resident_create(&e->resident, dev, c, &ro, err));
     X3_TRY(rc, out, x3_kv_pages_create(&e->pages, ro.n_pages, err));
     X3_TRY(rc, out, x3_alloc(&e->running, o->max_sequences, sizeof *e->running, err));
+    X3_TRY(rc, out, x3_alloc(&e->slots, o->max_sequences, sizeof *e->slots, err));
     X3_TRY(rc, out, x3_alloc(&e->sequences, o->max_sequences, sizeof *e->sequences, err));
     X3_TRY(rc, out, x3_alloc(&e->stepped, o->max_sequences, sizeof *e->stepped, err));
     X3_TRY(rc, out, x3_alloc(&e->ids, o->chunk_rows, sizeof *e->ids, err));
@@ -289,16 +298,23 @@ out:
     return rc;
 }
 
-void x3_engine_close(x3_engine *e, double seconds)
+void x3_engine_stop(x3_engine *e, double seconds)
 {
-    if (e == NULL)
-        return;
     pthread_mutex_lock(&e->mutex);
     e->closing = true;
     e->deadline = x3_seconds() + seconds;
     pthread_cond_signal(&e->changed);
     pthread_mutex_unlock(&e->mutex);
-    pthread_join(e->thread, NULL);
+    if (!e->joined)
+        pthread_join(e->thread, NULL);
+    e->joined = true;
+}
+
+void x3_engine_close(x3_engine *e)
+{
+    if (e == NULL)
+        return;
+    x3_engine_stop(e, 0);
     free_engine(e);
 }
 
@@ -326,7 +342,7 @@ x3_status x3_engine_submit(x3_engine *e, const x3_reply_request *q, uint64_t *id
     X3_TRY(rc, out, make_reply(&r, e, q, err));
     pthread_mutex_lock(&e->mutex);
     if (e->closing || e->failure.status != X3_OK) {
-        rc = x3_fail(err, X3_ERR_DEVICE, "%s", e->closing ? "the server is shutting down" : e->failure.text);
+        rc = x3_fail(err, X3_ERR_DEVICE, "%s", e->failure.status == X3_OK ? "shutting down" : e->failure.text);
     } else if (e->stats.n_queued >= e->o.max_queued) {
         rc = x3_fail(err, X3_ERR_MEMORY, "%zu requests are waiting already", e->stats.n_queued);
     } else {

@@ -70,9 +70,11 @@ typedef struct x3_engine x3_engine;
 /* Loads the model and starts the thread. `dev` belongs to the engine until it is closed. */
 x3_status x3_engine_open(x3_engine **out, x3_device *dev, const x3_checkpoint *c, const x3_engine_options *o,
                          x3_err *err) X3_MUST;
-/* No new requests from here on; waits up to `seconds` for the replies being written, then cancels what is left. All `end`
- * callbacks have been called when it returns. */
-void x3_engine_close(x3_engine *e, double seconds);
+/* No new requests from here on; waits up to `seconds` for the replies that there are, then cancels what is left. All `end`
+ * callbacks have been called when it returns. What is stopped can still be asked, but takes no more requests. */
+void x3_engine_stop(x3_engine *e, double seconds);
+/* Stops at once, if that was not done, and frees. */
+void x3_engine_close(x3_engine *e);
 
 /* What the resident model of these options is. */
 x3_resident_options x3_engine_resident(const x3_engine_options *o);

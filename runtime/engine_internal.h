@@ -30,6 +30,7 @@ typedef struct x3_reply {
     bool cancelled;        /* under the mutex */
     bool ends;             /* by this step */
     size_t n_rows;         /* of this step */
+    size_t slot;           /* of its recurrent states, while it is running */
 } x3_reply;
 
 struct x3_engine {
@@ -41,6 +42,7 @@ struct x3_engine {
     /* of the thread: replies being written, the oldest first, and the arrays of a step */
     x3_reply **running;
     size_t n_running;
+    bool *slots; /* [max_sequences]: taken */
     x3_sequence *sequences;
     x3_reply **stepped; /* whose rows sequences[i] are */
     int32_t *ids;
@@ -52,6 +54,7 @@ struct x3_engine {
     pthread_cond_t changed;
     pthread_t thread;
     bool closing;
+    bool joined; /* of whoever stops it */
     double deadline; /* of closing */
     x3_reply *first, *last; /* queue */
     uint64_t next_id;

@@ -136,7 +136,7 @@ x3_status x3_engine_step(x3_engine *e, x3_err *err)
         memcpy(e->ids + n_rows, r->ids + r->n_done, r->n_rows * sizeof *e->ids);
         e->stepped[n_sequences] = r;
         e->sequences[n_sequences++] = (x3_sequence){.first_row = n_rows, .n_rows = r->n_rows, .position = r->n_done,
-                                                    .pages = r->pages};
+                                                    .pages = r->pages, .slot = r->slot};
         n_rows += r->n_rows;
         if (r->n_done + r->n_rows == r->n_ids)
             e->outputs[n_outputs++] = n_rows - 1;

@@ -2,13 +2,23 @@
 
 #include <stdlib.h>
 
+static size_t mixer_scratch(const x3_layer_desc *l, size_t n_rows)
+{
+    switch (l->mixer) {
+    case X3_MIXER_GQA: return x3_gqa_scratch(&l->gqa, n_rows);
+    case X3_MIXER_DELTA_NET: return x3_delta_net_scratch(&l->delta, n_rows);
+    case X3_MIXER_MLA: return x3_mla_scratch(&l->mla, n_rows);
+    }
+    return 0;
+}
+
 static size_t scratch_floats(const x3_model *m, size_t n_rows)
 {
     size_t most = 0;
 
     for (size_t i = 0; i < m->n_layers; i++) {
         const x3_layer_desc *l = &m->layers[i];
-        most = x3_max_size(most, x3_gqa_scratch(&l->gqa, n_rows));
+        most = x3_max_size(most, mixer_scratch(l, n_rows));
         most = x3_max_size(most, l->ffn == X3_FFN_MOE ? x3_moe_scratch(&l->moe, m->hidden, n_rows)
                                                       : x3_mlp_scratch(&l->mlp, n_rows));
     }
@@ -24,6 +34,26 @@ size_t x3_forward_bytes(const x3_model *model, size_t max_rows, size_t max_posit
     return floats * sizeof(float);
 }
 
+/* Operations that a device may not have yet. */
+static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *err)
+{
+    const x3_device_ops *ops = dev->ops;
+    bool missing = false;
+
+    for (size_t i = 0; i < m->n_layers && !missing; i++) {
+        const x3_layer_desc *l = &m->layers[i];
+        missing = (l->mixer == X3_MIXER_DELTA_NET && (ops->conv_silu == NULL || ops->delta_rule == NULL ||
+                                                      ops->copy_heads == NULL)) ||
+                  (l->mixer == X3_MIXER_GQA && l->gqa.gated && (ops->sigmoid_mul == NULL || ops->copy_heads == NULL)) ||
+                  (l->mixer == X3_MIXER_MLA && ops->linear_heads == NULL) ||
+                  (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL));
+        if (missing)
+            return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s lacks an operation that %s of a %s model needs", dev->name,
+                           l->prefix, m->model_type);
+    }
+    return X3_OK;
+}
+
 x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *model, size_t max_rows,
                             size_t max_positions, x3_err *err)
 {
@@ -32,6 +62,7 @@ x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *mo
     x3_status rc;
 
     *out = NULL;
+    X3_TRY(rc, out, check_device(dev, model, err));
     X3_TRY(rc, out, x3_alloc(&f, 1, sizeof *f, err));
     f->dev = dev;
     f->model = model;
@@ -101,6 +132,12 @@ x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_ba
     switch (l->mixer) {
     case X3_MIXER_GQA:
         X3_TRY(rc, out, x3_gqa_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
+        break;
+    case X3_MIXER_DELTA_NET:
+        X3_TRY(rc, out, x3_delta_net_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
+        break;
+    case X3_MIXER_MLA:
+        X3_TRY(rc, out, x3_mla_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
         break;
     }
     X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));

@@ -88,21 +88,54 @@ out:
     return rc;
 }
 
+/* mlp_layer_types or a list moe_layer_freq, one entry a layer. */
+static x3_status read_kinds(x3_builder *b, const char *key)
+{
+    const cJSON *list = x3_json_get(b->text, key);
+    size_t n = 0;
+
+    if (list == NULL || b->moe.layer_kinds != NULL)
+        return X3_OK;
+    for (const cJSON *i = list->child; i != NULL; i = i->next, n++)
+        if (!(cJSON_IsString(i) && (strcmp(i->valuestring, "dense") == 0 || strcmp(i->valuestring, "sparse") == 0)) &&
+            !(cJSON_IsNumber(i) && (i->valuedouble == 0 || i->valuedouble == 1)))
+            return x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: %s[%zu] is not \"dense\", \"sparse\", 0 or 1", b->c->path, key, n);
+    if (!cJSON_IsArray(list) || n != b->m->n_layers)
+        return x3_fail(b->err, X3_ERR_INPUT, "%s: %s has %zu entries, num_hidden_layers is %zu", b->c->path, key, n,
+                       b->m->n_layers);
+    b->moe.layer_kinds = list;
+    return X3_OK;
+}
+
+static x3_status read_after_dense(x3_builder *b)
+{
+    int64_t n_dense = 1, step = 1;
+    x3_status rc;
+
+    X3_TRY(rc, out, read_kinds(b, "mlp_layer_types"));
+    if (cJSON_IsArray(x3_json_get(b->text, "moe_layer_freq")))
+        X3_TRY(rc, out, read_kinds(b, "moe_layer_freq"));
+    else
+        X3_TRY(rc, out, x3_json_int(b->text, "moe_layer_freq", 1, 1, false, &step, b->c->path, b->err));
+    if (b->moe.layer_kinds == NULL)
+        rc = x3_json_int(b->text, "first_k_dense_replace", 0, X3_SIZE_OPTION_MAX, !b->f->moe->one_dense, &n_dense, b->c->path,
+                         b->err);
+    b->moe.n_dense = (size_t)n_dense;
+out:
+    return rc;
+}
+
 static x3_status read_layers(x3_builder *b)
 {
     const x3_moe_family *f = b->f->moe;
-    int64_t n_dense = 0;
     x3_status rc = X3_OK;
 
     b->moe.step = 1;
     if (f->layers == X3_MOE_AFTER_DENSE) {
-        rc = x3_json_int(b->text, "first_k_dense_replace", 0, X3_SIZE_OPTION_MAX, true, &n_dense, b->c->path, b->err);
-        b->moe.n_dense = (size_t)n_dense;
+        rc = read_after_dense(b);
     } else if (f->layers == X3_MOE_STEP) {
         X3_TRY(rc, out, x3_build_size(b, "decoder_sparse_step", X3_SIZE_OPTION_MAX, false, &b->moe.step));
         b->moe.mlp_only = x3_json_get(b->text, "mlp_only_layers");
-        if (b->moe.mlp_only != NULL && cJSON_IsNull(b->moe.mlp_only))
-            b->moe.mlp_only = NULL;
         if (b->moe.mlp_only != NULL && !cJSON_IsArray(b->moe.mlp_only))
             return x3_fail(b->err, X3_ERR_INPUT, "%s: mlp_only_layers is not a list", b->c->path);
         for (const cJSON *i = b->moe.mlp_only == NULL ? NULL : b->moe.mlp_only->child; i != NULL; i = i->next) {
@@ -124,7 +157,8 @@ static x3_status read_shared(x3_builder *b)
         return X3_OK;
     if (f->shared_key != NULL)
         return x3_build_size(b, f->shared_key, X3_SIZE_OPTION_MAX, true, &b->moe.n_shared_inner);
-    rc = x3_json_int(b->text, "n_shared_experts", 0, EXPERTS_MAX, true, &n, b->c->path, b->err);
+    rc = x3_json_int(b->text, f->n_shared_key != NULL ? f->n_shared_key : "n_shared_experts", 0, EXPERTS_MAX, true, &n,
+                     b->c->path, b->err);
     b->moe.n_shared_inner = (size_t)n * b->moe.n_inner;
     return rc;
 }
@@ -155,6 +189,11 @@ x3_status x3_build_moe_options(x3_builder *b)
     r->normalize = normalize;
     if (f->grouped)
         X3_TRY(rc, out, read_groups(b, r));
+    if (f->scale_key != NULL) {
+        double scale = 1;
+        X3_TRY(rc, out, x3_json_number(b->text, f->scale_key, true, &scale, b->c->path, b->err));
+        r->scale = (float)scale;
+    }
     X3_TRY(rc, out, read_layers(b));
     rc = read_shared(b);
 out:
@@ -163,6 +202,10 @@ out:
 
 bool x3_build_is_moe(const x3_builder *b, size_t layer)
 {
+    if (b->f->moe != NULL && b->moe.layer_kinds != NULL) {
+        const cJSON *kind = cJSON_GetArrayItem(b->moe.layer_kinds, (int)layer);
+        return cJSON_IsString(kind) ? strcmp(kind->valuestring, "sparse") == 0 : kind->valuedouble == 1;
+    }
     if (b->f->moe == NULL || layer < b->moe.n_dense || (layer + 1) % b->moe.step != 0)
         return false;
     for (const cJSON *i = b->moe.mlp_only == NULL ? NULL : b->moe.mlp_only->child; i != NULL; i = i->next)

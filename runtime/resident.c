@@ -7,11 +7,6 @@
 
 /* ---- memory ---- */
 
-static size_t kv_floats(const x3_layer_desc *l, size_t n_pages)
-{
-    return n_pages * X3_KV_PAGE * l->gqa.n_kv_heads * 2 * l->gqa.head_dim;
-}
-
 x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_checkpoint *c, const x3_resident_options *o, x3_err *err)
 {
     const x3_model *model = c->model;
@@ -26,13 +21,14 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_checkpoint *c, c
         overflow |= x3_add_overflows(weights, t->dtype == X3_F8_E4M3 ? 4 * t->n_bytes : t->n_bytes, &weights);
     }
     for (size_t i = 0; i < model->n_layers; i++)
-        overflow |= x3_add_overflows(cache, kv_floats(&model->layers[i], o->n_pages) * sizeof(float), &cache);
+        overflow |= x3_add_overflows(cache, x3_kv_layer_floats(&model->layers[i], o->n_pages, o->n_slots) * sizeof(float), &cache);
     if (overflow)
         return x3_fail(err, X3_ERR_INPUT, "a cache of %zu pages has more bytes than can be counted", o->n_pages);
     m->weights = weights;
     m->cache = cache;
     m->scratch = x3_forward_bytes(model, o->max_rows, o->max_positions) +
-                 ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float);
+                 ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float) +
+                 o->max_rows * x3_model_selected(model, o->max_positions) * sizeof(int32_t);
     return X3_OK;
 }
 
@@ -47,7 +43,7 @@ static x3_status load_model(x3_resident *r, x3_err *err)
     X3_TRY(rc, out, x3_alloc(&r->kv, m->n_layers, sizeof *r->kv, err));
     for (size_t i = 0; i < m->n_layers; i++) {
         X3_TRY(rc, out, x3_layer_weights_load(&r->layers[i], r->dev, r->c, &m->layers[i], err));
-        X3_TRY(rc, out, x3_kv_layer_create(&r->kv[i], r->dev, &m->layers[i], r->o.n_pages, err));
+        X3_TRY(rc, out, x3_kv_layer_create(&r->kv[i], r->dev, &m->layers[i], r->o.n_pages, r->o.n_slots, err));
     }
     X3_TRY(rc, out, x3_vector_load(&r->d_norm, r->dev, r->c, &m->final_norm, err));
     rc = x3_linear_load(&r->head, r->dev, r->c, &m->head, err);
@@ -73,6 +69,9 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, o->max_rows * sizeof *r->d_positions, err));
+    if (x3_model_selected(m, o->max_positions) != 0)
+        X3_TRY(rc, out, x3_device_alloc(dev, &r->d_selected,
+                                        o->max_rows * x3_model_selected(m, o->max_positions) * sizeof *r->d_selected, err));
     X3_TRY(rc, out, x3_alloc(&r->x, o->max_rows * m->hidden, sizeof *r->x, err));
     X3_TRY(rc, out, x3_alloc(&r->positions, o->max_rows, sizeof *r->positions, err));
     *out = r;
@@ -101,6 +100,7 @@ void x3_resident_free(x3_resident *r)
     x3_device_free(r->dev, r->d_last);
     x3_device_free(r->dev, r->d_logits);
     x3_device_free(r->dev, r->d_positions);
+    x3_device_free(r->dev, r->d_selected);
     free(r->x);
     free(r->positions);
     free(r);
@@ -147,7 +147,8 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
 {
     const x3_device_ops *ops = r->dev->ops;
     const x3_model *m = r->c->model;
-    x3_batch batch = {.n_rows = n_rows, .n_sequences = n_sequences, .sequences = sequences, .d_positions = r->d_positions};
+    x3_batch batch = {.n_rows = n_rows, .n_sequences = n_sequences, .sequences = sequences, .d_positions = r->d_positions,
+                      .d_selected = r->d_selected};
     x3_status rc;
 
     X3_TRY(rc, out, check_step(r, sequences, n_sequences, n_rows, n_outputs, err));

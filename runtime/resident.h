@@ -12,6 +12,7 @@ typedef struct x3_resident_options {
     size_t max_rows;      /* of a step */
     size_t max_outputs;   /* rows of a step whose logits are wanted */
     size_t n_pages;       /* of the cache */
+    size_t n_slots;       /* sequences at once, each with a recurrent state in layers that have one */
 } x3_resident_options;
 
 typedef struct x3_resident {
@@ -23,7 +24,7 @@ typedef struct x3_resident {
     x3_kv_layer *kv;
     x3_weight head;
     float *d_norm, *d_x, *d_last, *d_logits;
-    int32_t *d_positions;
+    int32_t *d_positions, *d_selected; /* d_selected: see x3_batch */
     float *x;           /* host: embedded rows of a step */
     int32_t *positions; /* host */
 } x3_resident;

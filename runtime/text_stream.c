@@ -119,6 +119,11 @@ out:
     return rc;
 }
 
+size_t x3_text_stream_n_held(const x3_text_stream *s)
+{
+    return s->raw.n_items + s->held.n_items;
+}
+
 x3_status x3_text_stream_end(x3_text_stream *s, x3_text *out, x3_err *err)
 {
     x3_status rc;

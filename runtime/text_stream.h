@@ -18,6 +18,8 @@ void x3_text_stream_free(x3_text_stream *s);
  * before the one that begins first), and no more may be put. */
 x3_status x3_text_stream_put(x3_text_stream *s, const char *bytes, size_t n_bytes, x3_text *out, bool *stopped,
                              x3_err *err) X3_MUST;
+/* Bytes put, but not yet in any *out. */
+size_t x3_text_stream_n_held(const x3_text_stream *s);
 /* The reply is over: appends what was held back. */
 x3_status x3_text_stream_end(x3_text_stream *s, x3_text *out, x3_err *err) X3_MUST;
 

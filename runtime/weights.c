@@ -80,6 +80,24 @@ out:
     return rc;
 }
 
+x3_status x3_dense_load(const float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
+{
+    const size_t n = desc->n_out * desc->n_in;
+    float *host = NULL, *device = NULL;
+    x3_status rc;
+
+    *d_out = NULL;
+    X3_TRY(rc, out, x3_alloc(&host, n, sizeof *host, err));
+    X3_TRY(rc, out, x3_dense_read(c, desc, 0, desc->n_out, host, err));
+    X3_TRY(rc, out, x3_device_floats(dev, &device, n, err));
+    *d_out = device;
+    X3_TRY(rc, out, dev->ops->upload(dev, device, host, n * sizeof *host, err));
+    rc = dev->ops->sync(dev, err);
+out:
+    free(host);
+    return rc;
+}
+
 x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err)
 {
     const x3_tensor *t = x3_safetensors_find(c->st, c->model->embed_name);
@@ -216,6 +234,36 @@ out:
     return rc;
 }
 
+/* An EXL3 weight as float32 [n_out][n_in]: the identity goes through it. For uses that a linear cannot serve. */
+static x3_status densify(x3_weight *w, x3_device *dev, x3_err *err)
+{
+    const size_t n = w->n_in;
+    float *identity = NULL, *d_identity = NULL, *d_rows = NULL, *d_dense = NULL;
+    x3_weight dense = {.kind = X3_WEIGHT_F32, .n_in = n, .n_out = w->n_out, .n_in_padded = n, .n_out_padded = w->n_out};
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&identity, n * n, sizeof *identity, err));
+    for (size_t i = 0; i < n; i++)
+        identity[i * n + i] = 1;
+    X3_TRY(rc, out, x3_device_floats(dev, &d_identity, n * n, err));
+    X3_TRY(rc, out, x3_device_floats(dev, &d_rows, n * w->n_out, err));
+    X3_TRY(rc, out, x3_device_floats(dev, &d_dense, n * w->n_out, err));
+    X3_TRY(rc, out, dev->ops->upload(dev, d_identity, identity, n * n * sizeof *identity, err));
+    X3_TRY(rc, out, dev->ops->linear(dev, w, d_identity, n, n, d_rows, w->n_out, err));
+    X3_TRY(rc, out, dev->ops->transpose_pad(dev, d_rows, n, w->n_out, d_dense, n, w->n_out, err));
+    X3_TRY(rc, out, dev->ops->sync(dev, err));
+    dense.data = d_dense;
+    d_dense = NULL;
+    x3_linear_free(w, dev);
+    *w = dense;
+out:
+    free(identity);
+    x3_device_free(dev, d_identity);
+    x3_device_free(dev, d_rows);
+    x3_device_free(dev, d_dense);
+    return rc;
+}
+
 void x3_linear_free(x3_weight *w, x3_device *dev)
 {
     x3_device_free(dev, (void *)(uintptr_t)w->data);
@@ -275,6 +323,8 @@ x3_status x3_layer_weights_load(x3_layer_weights *w, x3_device *dev, const x3_ch
         X3_TRY(rc, out, x3_linear_load(&w->linears[i], dev, c, &desc->linears[i], err));
     for (size_t i = 0; i < desc->n_vectors; i++)
         X3_TRY(rc, out, x3_vector_load(&w->vectors[i], dev, c, &desc->vectors[i], err));
+    if (desc->mixer == X3_MIXER_MLA && w->linears[desc->mla.kv_b].kind == X3_WEIGHT_EXL3)
+        X3_TRY(rc, out, densify(&w->linears[desc->mla.kv_b], dev, err));
     if (desc->ffn == X3_FFN_MOE)
         rc = check_router(c, desc, err);
 out:

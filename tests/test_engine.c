@@ -134,7 +134,7 @@ static void open_engine(size_t max_sequences, size_t ctx, size_t n_pages, size_t
 
 static void close_engine(void)
 {
-    x3_engine_close(at.e, 0);
+    x3_engine_close(at.e);
     x3_tokenizer_free(at.t);
     x3_checkpoint_close(at.c);
     x3_device_close(at.dev);

@@ -6,6 +6,7 @@
 #include "formats/exl3.h"
 #include "quant/job.h"
 #include "quant/verify.h"
+#include "tools/kept.h"
 #include "tools/options.h"
 #include "tools/plan_commands.h"
 #include "tools/progress.h"
@@ -50,7 +51,7 @@ static void print_summary(const x3_job *job)
     printf("time        about %s\n", x3_seconds_text(s->seconds));
     for (size_t i = 0; i < c->st->n_tensors; i++)
         if (c->roles[i] == X3_ROLE_DROPPED)
-            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->drop_reasons[i]);
+            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->reasons[i]);
     if (s->n_padded_linears > 0)
         printf("note        padded groups: such a pack loads here but not in exllamav3\n");
 }
@@ -110,7 +111,10 @@ static int run_check(void *values, const char *command_line)
         if (v->list)
             print_tensors(x3_job_source(job));
         print_summary(job);
-        printf("%s: whole and known\n", v->model);
+        if (x3_print_kept(x3_job_source(job), &err) != X3_OK)
+            code = x3_report_error(&r, &findings, &err);
+        else
+            printf("%s: whole and known\n", v->model);
     }
     x3_job_close(job);
     x3_findings_free(&findings);
