@@ -113,7 +113,8 @@ bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer
 bench-kl: all ## KL of tiny-qwen3 packs beside the peer's, seeds 1 to 3 (about an hour)
 	tools/bench_kl.sh $(B) $(DATA)
 
-smollm2: all ## quantize and score SmolLM2-135M, MODEL=folder made by make_smollm2.py
+smollm2: all $(B)/tests/conformance_tests ## SmolLM2-135M: ids, logits, packs of 4 and 3 bits; MODEL=folder made by make_smollm2.py
+	SMOLLM2=$(MODEL) $(B)/tests/conformance_tests --data $(DATA) smollm2
 	tools/bench_smollm2.sh $(B) $(DATA) $(MODEL)
 
 check: ## include order, static analysis where clang-tidy or cppcheck are installed

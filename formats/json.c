@@ -5,8 +5,121 @@
 #include <string.h>
 
 #include "formats/io.h"
+#include "formats/utf8.h"
 
 #define JSON_BYTES_MAX ((uint64_t)1 << 30)
+
+/* ---- what cJSON lets through ---- */
+
+static bool is_digit(const char *p, const char *end)
+{
+    return p < end && *p >= '0' && *p <= '9';
+}
+
+/* The code unit of \uXXXX at p, or -1. */
+static int code_unit(const char *p, const char *end)
+{
+    int unit = 0;
+
+    if (end - p < 6 || p[0] != '\\' || p[1] != 'u')
+        return -1;
+    for (int i = 2; i < 6; i++) {
+        int c = p[i] | 0x20, digit = p[i] >= '0' && p[i] <= '9' ? p[i] - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+        if (digit < 0)
+            return -1;
+        unit = unit * 16 + digit;
+    }
+    return unit;
+}
+
+/* *p is behind the opening quote; then behind the closing one. */
+static const char *string_problem(const char **p, const char *end)
+{
+    while (*p < end && **p != '"') {
+        int unit;
+        if ((unsigned char)**p < 0x20)
+            return **p == '\0' ? "a NUL byte" : "a control character in a string";
+        if (**p != '\\') {
+            ++*p;
+            continue;
+        }
+        if (end - *p < 2 || (*p)[1] == '\0' || strchr("\"\\/bfnrtu", (*p)[1]) == NULL)
+            return "an escape that JSON does not have";
+        if ((*p)[1] != 'u') {
+            *p += 2;
+            continue;
+        }
+        unit = code_unit(*p, end);
+        if (unit < 0)
+            return "\\u without four hexadecimal digits";
+        if (unit == 0)
+            return "\\u0000, which no name may contain";
+        if (unit >= 0xD800 && unit <= 0xDFFF) {
+            int low = unit <= 0xDBFF ? code_unit(*p + 6, end) : -1;
+            if (low < 0xDC00 || low > 0xDFFF)
+                return "half of a surrogate pair";
+            *p += 6;
+        }
+        *p += 6;
+    }
+    if (*p == end)
+        return "a string without an end";
+    ++*p;
+    return NULL;
+}
+
+static const char *number_problem(const char **p, const char *end)
+{
+    static const char problem[] = "a number that JSON does not write so";
+
+    *p += **p == '-';
+    if (!is_digit(*p, end) || (**p == '0' && is_digit(*p + 1, end)))
+        return problem;
+    while (is_digit(*p, end))
+        ++*p;
+    if (*p < end && **p == '.') {
+        ++*p;
+        if (!is_digit(*p, end))
+            return problem;
+        while (is_digit(*p, end))
+            ++*p;
+    }
+    if (*p < end && (**p | 0x20) == 'e') {
+        ++*p;
+        *p += *p < end && (**p == '+' || **p == '-');
+        if (!is_digit(*p, end))
+            return problem;
+        while (is_digit(*p, end))
+            ++*p;
+    }
+    return *p < end && **p != '\0' && strchr("+-.", **p) != NULL ? problem : NULL;
+}
+
+/* cJSON parses more than JSON, and ends a string at a NUL, so two names could become one. NULL: the tokens are those of
+ * JSON (its structure is left to cJSON). *at: where the problem lies. */
+static const char *token_problem(const char *text, size_t n_bytes, size_t *at)
+{
+    const char *p = text, *end = text + n_bytes, *problem = NULL;
+
+    *at = x3_utf8_valid(text, n_bytes);
+    if (*at < n_bytes)
+        return "a byte that is not UTF-8";
+    while (problem == NULL && p < end) {
+        const char *begin = p++;
+        *at = (size_t)(begin - text);
+        if (*begin == '"')
+            problem = string_problem(&p, end);
+        else if (*begin == '-' || is_digit(begin, end))
+            problem = number_problem((p = begin, &p), end);
+        else if (*begin == '\0')
+            problem = "a NUL byte";
+        else if ((unsigned char)*begin < 0x20 && strchr("\t\r\n", *begin) == NULL)
+            problem = "a control character";
+    }
+    return problem;
+}
+
+/* ---- reading ---- */
 
 static int compare_keys(const void *a, const void *b)
 {
@@ -45,8 +158,12 @@ x3_status x3_json_parse(cJSON **out, const char *text, size_t n_bytes, const cha
     const char *end = NULL;
     x3_status rc;
     cJSON *json;
+    size_t problem_at;
+    const char *problem = token_problem(text, n_bytes, &problem_at);
 
     *out = NULL;
+    if (problem != NULL)
+        return x3_fail(err, X3_ERR_INPUT, "%s: JSON holds %s (token at byte %zu of %zu)", where, problem, problem_at, n_bytes);
     json = cJSON_ParseWithLengthOpts(text, n_bytes, &end, false);
     if (json == NULL) {
         size_t at = end == NULL ? 0 : (size_t)(end - text);

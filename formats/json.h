@@ -1,5 +1,6 @@
-/* Strict reading of JSON on top of cJSON: duplicate keys, trailing text, wrong types and numbers out of range
- * are errors that name the file and the key. */
+/* Strict reading of JSON on top of cJSON: what RFC 8259 does not allow (raw control characters, numbers like 01, lone
+ * surrogates, bytes that are not UTF-8), \u0000, duplicate keys, trailing text, wrong types and numbers out of range are
+ * errors that name the file and the place or key. */
 #ifndef X3_JSON_H
 #define X3_JSON_H
 

@@ -9,9 +9,8 @@
 #define N_PARTS (LANES / X3_LANES)
 #define ROWS_MAX 6 /* accumulators of a block stay in registers: 6 rows of 16 columns */
 
-static inline __attribute__((always_inline)) void matmul_rows(const int n_rows, const float *x, size_t ldx,
-                                                              const float *panel, size_t ldp, size_t k, float *y,
-                                                              size_t ldy, bool accumulate)
+X3_LANEWISE void matmul_rows(const int n_rows, const float *x, size_t ldx, const float *panel, size_t ldp, size_t k,
+                             float *y, size_t ldy, bool accumulate)
 {
     x3_vec sum[ROWS_MAX][N_PARTS];
 
@@ -60,8 +59,7 @@ static void panel_matmul(const float *x, size_t ldx, size_t n_rows, const float 
 }
 
 /* The states of eight positions come out of two 64-bit windows a lane; K is a constant where this is inlined. */
-static inline __attribute__((always_inline)) void decode_tile(const uint32_t *words, const int K, const float *values,
-                                                              float *out)
+X3_LANEWISE void decode_tile(const uint32_t *words, const int K, const float *values, float *out)
 {
     for (int lane = 0; lane < 32; lane++) {
         float *even = out + (lane & 3) * 2 * X3_TILE + (lane >> 2);
@@ -103,7 +101,7 @@ static void tile_decode(const uint32_t *words, int K, const float *values, float
 }
 
 /* low + high where the bit of `stride` is clear, low - high where it is set: one rounding either way. */
-static inline __attribute__((always_inline)) x3_vec butterfly(x3_vec a, const int stride)
+X3_LANEWISE x3_vec butterfly(x3_vec a, const int stride)
 {
     float sign[X3_LANES];
 

@@ -13,6 +13,8 @@
 #define X3_SIMD_PASTE(name, isa) X3_SIMD_PASTE2(name, isa)
 #define X3_SIMD_NAME(name) X3_SIMD_PASTE(name, X3_ISA)
 
+#define X3_LANEWISE static inline __attribute__((always_inline))
+
 /* Defined in trellis_simd.c for the table in forward_simd.c. */
 void X3_SIMD_NAME(trellis_search)(const x3_trellis *t, const float *x, size_t n_tiles, uint16_t *states, void *scratch);
 
@@ -23,24 +25,24 @@ void X3_SIMD_NAME(trellis_search)(const x3_trellis *t, const float *x, size_t n_
 typedef __m512 x3_vec;
 typedef __m512i x3_veci;
 
-static inline x3_vec v_load(const float *p) { return _mm512_loadu_ps(p); }
-static inline void v_store(float *p, x3_vec a) { _mm512_storeu_ps(p, a); }
-static inline x3_vec v_set1(float a) { return _mm512_set1_ps(a); }
-static inline x3_vec v_add(x3_vec a, x3_vec b) { return _mm512_add_ps(a, b); }
-static inline x3_vec v_sub(x3_vec a, x3_vec b) { return _mm512_sub_ps(a, b); }
-static inline x3_vec v_mul(x3_vec a, x3_vec b) { return _mm512_mul_ps(a, b); }
-static inline x3_vec v_div(x3_vec a, x3_vec b) { return _mm512_div_ps(a, b); }
-static inline x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return _mm512_fmadd_ps(a, b, c); }
-static inline x3_vec v_min(x3_vec a, x3_vec b) { return _mm512_min_ps(a, b); }
-static inline x3_vec v_max(x3_vec a, x3_vec b) { return _mm512_max_ps(a, b); }
-static inline x3_veci vi_set1(int32_t a) { return _mm512_set1_epi32(a); }
-static inline x3_veci vi_add(x3_veci a, x3_veci b) { return _mm512_add_epi32(a, b); }
-static inline x3_veci vi_shl23(x3_veci a) { return _mm512_slli_epi32(a, 23); }
-static inline x3_veci v_round_to_int(x3_vec a) { return _mm512_cvtps_epi32(a); }
-static inline x3_vec v_from_int(x3_veci a) { return _mm512_cvtepi32_ps(a); }
-static inline x3_vec v_cast(x3_veci a) { return _mm512_castsi512_ps(a); }
+X3_LANEWISE x3_vec v_load(const float *p) { return _mm512_loadu_ps(p); }
+X3_LANEWISE void v_store(float *p, x3_vec a) { _mm512_storeu_ps(p, a); }
+X3_LANEWISE x3_vec v_set1(float a) { return _mm512_set1_ps(a); }
+X3_LANEWISE x3_vec v_add(x3_vec a, x3_vec b) { return _mm512_add_ps(a, b); }
+X3_LANEWISE x3_vec v_sub(x3_vec a, x3_vec b) { return _mm512_sub_ps(a, b); }
+X3_LANEWISE x3_vec v_mul(x3_vec a, x3_vec b) { return _mm512_mul_ps(a, b); }
+X3_LANEWISE x3_vec v_div(x3_vec a, x3_vec b) { return _mm512_div_ps(a, b); }
+X3_LANEWISE x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return _mm512_fmadd_ps(a, b, c); }
+X3_LANEWISE x3_vec v_min(x3_vec a, x3_vec b) { return _mm512_min_ps(a, b); }
+X3_LANEWISE x3_vec v_max(x3_vec a, x3_vec b) { return _mm512_max_ps(a, b); }
+X3_LANEWISE x3_veci vi_set1(int32_t a) { return _mm512_set1_epi32(a); }
+X3_LANEWISE x3_veci vi_add(x3_veci a, x3_veci b) { return _mm512_add_epi32(a, b); }
+X3_LANEWISE x3_veci vi_shl23(x3_veci a) { return _mm512_slli_epi32(a, 23); }
+X3_LANEWISE x3_veci v_round_to_int(x3_vec a) { return _mm512_cvtps_epi32(a); }
+X3_LANEWISE x3_vec v_from_int(x3_veci a) { return _mm512_cvtepi32_ps(a); }
+X3_LANEWISE x3_vec v_cast(x3_veci a) { return _mm512_castsi512_ps(a); }
 /* Lane i takes lane i ^ stride. */
-static inline __attribute__((always_inline)) x3_vec v_swap(x3_vec a, int stride)
+X3_LANEWISE x3_vec v_swap(x3_vec a, int stride)
 {
     switch (stride) {
     case 1:
@@ -54,7 +56,7 @@ static inline __attribute__((always_inline)) x3_vec v_swap(x3_vec a, int stride)
     }
 }
 /* Lanes i take p[i / repeat]: repeat is a power of two, constant where it is inlined. */
-static inline __attribute__((always_inline)) x3_vec v_load_repeat(const float *p, int repeat)
+X3_LANEWISE x3_vec v_load_repeat(const float *p, int repeat)
 {
     if (repeat >= 16)
         return _mm512_set1_ps(p[0]);
@@ -75,29 +77,29 @@ static inline __attribute__((always_inline)) x3_vec v_load_repeat(const float *p
 typedef __m256 x3_vec;
 typedef __m256i x3_veci;
 
-static inline x3_vec v_load(const float *p) { return _mm256_loadu_ps(p); }
-static inline void v_store(float *p, x3_vec a) { _mm256_storeu_ps(p, a); }
-static inline x3_vec v_set1(float a) { return _mm256_set1_ps(a); }
-static inline x3_vec v_add(x3_vec a, x3_vec b) { return _mm256_add_ps(a, b); }
-static inline x3_vec v_sub(x3_vec a, x3_vec b) { return _mm256_sub_ps(a, b); }
-static inline x3_vec v_mul(x3_vec a, x3_vec b) { return _mm256_mul_ps(a, b); }
-static inline x3_vec v_div(x3_vec a, x3_vec b) { return _mm256_div_ps(a, b); }
-static inline x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return _mm256_fmadd_ps(a, b, c); }
-static inline x3_vec v_min(x3_vec a, x3_vec b) { return _mm256_min_ps(a, b); }
-static inline x3_vec v_max(x3_vec a, x3_vec b) { return _mm256_max_ps(a, b); }
-static inline x3_veci vi_set1(int32_t a) { return _mm256_set1_epi32(a); }
-static inline x3_veci vi_add(x3_veci a, x3_veci b) { return _mm256_add_epi32(a, b); }
-static inline x3_veci vi_shl23(x3_veci a) { return _mm256_slli_epi32(a, 23); }
-static inline x3_veci v_round_to_int(x3_vec a) { return _mm256_cvtps_epi32(a); }
-static inline x3_vec v_from_int(x3_veci a) { return _mm256_cvtepi32_ps(a); }
-static inline x3_vec v_cast(x3_veci a) { return _mm256_castsi256_ps(a); }
-static inline __attribute__((always_inline)) x3_vec v_swap(x3_vec a, int stride)
+X3_LANEWISE x3_vec v_load(const float *p) { return _mm256_loadu_ps(p); }
+X3_LANEWISE void v_store(float *p, x3_vec a) { _mm256_storeu_ps(p, a); }
+X3_LANEWISE x3_vec v_set1(float a) { return _mm256_set1_ps(a); }
+X3_LANEWISE x3_vec v_add(x3_vec a, x3_vec b) { return _mm256_add_ps(a, b); }
+X3_LANEWISE x3_vec v_sub(x3_vec a, x3_vec b) { return _mm256_sub_ps(a, b); }
+X3_LANEWISE x3_vec v_mul(x3_vec a, x3_vec b) { return _mm256_mul_ps(a, b); }
+X3_LANEWISE x3_vec v_div(x3_vec a, x3_vec b) { return _mm256_div_ps(a, b); }
+X3_LANEWISE x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return _mm256_fmadd_ps(a, b, c); }
+X3_LANEWISE x3_vec v_min(x3_vec a, x3_vec b) { return _mm256_min_ps(a, b); }
+X3_LANEWISE x3_vec v_max(x3_vec a, x3_vec b) { return _mm256_max_ps(a, b); }
+X3_LANEWISE x3_veci vi_set1(int32_t a) { return _mm256_set1_epi32(a); }
+X3_LANEWISE x3_veci vi_add(x3_veci a, x3_veci b) { return _mm256_add_epi32(a, b); }
+X3_LANEWISE x3_veci vi_shl23(x3_veci a) { return _mm256_slli_epi32(a, 23); }
+X3_LANEWISE x3_veci v_round_to_int(x3_vec a) { return _mm256_cvtps_epi32(a); }
+X3_LANEWISE x3_vec v_from_int(x3_veci a) { return _mm256_cvtepi32_ps(a); }
+X3_LANEWISE x3_vec v_cast(x3_veci a) { return _mm256_castsi256_ps(a); }
+X3_LANEWISE x3_vec v_swap(x3_vec a, int stride)
 {
     if (stride == 1)
         return _mm256_permute_ps(a, 0xB1);
     return stride == 2 ? _mm256_permute_ps(a, 0x4E) : _mm256_permute2f128_ps(a, a, 1);
 }
-static inline __attribute__((always_inline)) x3_vec v_load_repeat(const float *p, int repeat)
+X3_LANEWISE x3_vec v_load_repeat(const float *p, int repeat)
 {
     if (repeat >= 8)
         return _mm256_broadcast_ss(p);
@@ -113,27 +115,27 @@ static inline __attribute__((always_inline)) x3_vec v_load_repeat(const float *p
 typedef float32x4_t x3_vec;
 typedef int32x4_t x3_veci;
 
-static inline x3_vec v_load(const float *p) { return vld1q_f32(p); }
-static inline void v_store(float *p, x3_vec a) { vst1q_f32(p, a); }
-static inline x3_vec v_set1(float a) { return vdupq_n_f32(a); }
-static inline x3_vec v_add(x3_vec a, x3_vec b) { return vaddq_f32(a, b); }
-static inline x3_vec v_sub(x3_vec a, x3_vec b) { return vsubq_f32(a, b); }
-static inline x3_vec v_mul(x3_vec a, x3_vec b) { return vmulq_f32(a, b); }
-static inline x3_vec v_div(x3_vec a, x3_vec b) { return vdivq_f32(a, b); }
-static inline x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return vfmaq_f32(c, a, b); }
-static inline x3_vec v_min(x3_vec a, x3_vec b) { return vminq_f32(a, b); }
-static inline x3_vec v_max(x3_vec a, x3_vec b) { return vmaxq_f32(a, b); }
-static inline x3_veci vi_set1(int32_t a) { return vdupq_n_s32(a); }
-static inline x3_veci vi_add(x3_veci a, x3_veci b) { return vaddq_s32(a, b); }
-static inline x3_veci vi_shl23(x3_veci a) { return vshlq_n_s32(a, 23); }
-static inline x3_veci v_round_to_int(x3_vec a) { return vcvtnq_s32_f32(a); }
-static inline x3_vec v_from_int(x3_veci a) { return vcvtq_f32_s32(a); }
-static inline x3_vec v_cast(x3_veci a) { return vreinterpretq_f32_s32(a); }
-static inline __attribute__((always_inline)) x3_vec v_swap(x3_vec a, int stride)
+X3_LANEWISE x3_vec v_load(const float *p) { return vld1q_f32(p); }
+X3_LANEWISE void v_store(float *p, x3_vec a) { vst1q_f32(p, a); }
+X3_LANEWISE x3_vec v_set1(float a) { return vdupq_n_f32(a); }
+X3_LANEWISE x3_vec v_add(x3_vec a, x3_vec b) { return vaddq_f32(a, b); }
+X3_LANEWISE x3_vec v_sub(x3_vec a, x3_vec b) { return vsubq_f32(a, b); }
+X3_LANEWISE x3_vec v_mul(x3_vec a, x3_vec b) { return vmulq_f32(a, b); }
+X3_LANEWISE x3_vec v_div(x3_vec a, x3_vec b) { return vdivq_f32(a, b); }
+X3_LANEWISE x3_vec v_fma(x3_vec a, x3_vec b, x3_vec c) { return vfmaq_f32(c, a, b); }
+X3_LANEWISE x3_vec v_min(x3_vec a, x3_vec b) { return vminq_f32(a, b); }
+X3_LANEWISE x3_vec v_max(x3_vec a, x3_vec b) { return vmaxq_f32(a, b); }
+X3_LANEWISE x3_veci vi_set1(int32_t a) { return vdupq_n_s32(a); }
+X3_LANEWISE x3_veci vi_add(x3_veci a, x3_veci b) { return vaddq_s32(a, b); }
+X3_LANEWISE x3_veci vi_shl23(x3_veci a) { return vshlq_n_s32(a, 23); }
+X3_LANEWISE x3_veci v_round_to_int(x3_vec a) { return vcvtnq_s32_f32(a); }
+X3_LANEWISE x3_vec v_from_int(x3_veci a) { return vcvtq_f32_s32(a); }
+X3_LANEWISE x3_vec v_cast(x3_veci a) { return vreinterpretq_f32_s32(a); }
+X3_LANEWISE x3_vec v_swap(x3_vec a, int stride)
 {
     return stride == 1 ? vrev64q_f32(a) : vextq_f32(a, a, 2);
 }
-static inline __attribute__((always_inline)) x3_vec v_load_repeat(const float *p, int repeat)
+X3_LANEWISE x3_vec v_load_repeat(const float *p, int repeat)
 {
     if (repeat >= 4)
         return vld1q_dup_f32(p);

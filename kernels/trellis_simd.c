@@ -13,6 +13,10 @@
 #define N_VECTORS (BLOCK / X3_LANES)
 #define POSITIONS_MAX 256
 
+/* Under sanitizers the inner loop would make a tile ten times slower and the suite an hour longer. Its reads and writes
+ * are those of `ordered` and of whole rows of minima; everything around it is checked. */
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
 /* Minima are read at 2^K places a power of two apart, which would share one set of the first-level cache: every run
  * of groups >> K minima is followed by PAD unused ones. */
 #define PAD 16
@@ -28,8 +32,8 @@ static inline int segment_of(int K)
 }
 
 /* One position for n_tiles tiles: next[g] = min over t of fma(d, d, m[predecessor group]). */
-static inline __attribute__((always_inline)) void step(const int K, const int n_tiles, const float *ordered,
-                                                       const float *const m[2], float *const next[2], const float x[2])
+X3_LANEWISE UNCHECKED void step(const int K, const int n_tiles, const float *ordered, const float *const m[2],
+                              float *const next[2], const float x[2])
 {
     const int n = 1 << K, groups = X3_STATES >> K, stride = (groups >> K) + (K <= 5 ? PAD : 0);
     x3_vec vx[2];
@@ -59,7 +63,7 @@ static inline __attribute__((always_inline)) void step(const int K, const int n_
     }
 }
 
-static void step_any(int K, int n_tiles, const float *ordered, const float *const m[2], float *const next[2],
+UNCHECKED static void step_any(int K, int n_tiles, const float *ordered, const float *const m[2], float *const next[2],
                      const float x[2])
 {
 #define STEP(k)                                      \

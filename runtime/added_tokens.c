@@ -111,8 +111,8 @@ static x3_status read_token(x3_added_token *token, const cJSON *node, size_t ind
     X3_TRY(rc, out, x3_json_bool(node, "special", false, &token->special, name, err));
     token->normalized = !token->special;
     X3_TRY(rc, out, x3_json_bool(node, "normalized", false, &token->normalized, name, err));
-    if (content[0] == '\0' || x3_utf8_valid(content, strlen(content)) != strlen(content)) {
-        rc = x3_fail(err, X3_ERR_INPUT, "%s: \"content\" is empty or not valid UTF-8", name);
+    if (content[0] == '\0') {
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: \"content\" is empty", name);
         goto out;
     }
     token->id = (uint32_t)id;

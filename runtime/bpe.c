@@ -199,9 +199,6 @@ static x3_status add_token(x3_bpe *bpe, const char *text, uint32_t id, const cha
     if (token->n_bytes != NONE)
         return x3_fail(err, X3_ERR_INPUT, "%s: model.vocab: id %u belongs to \"%.*s\" and to \"%.120s\"", where,
                        (unsigned)id, (int)x3_min_size(token->n_bytes, 120), bpe->texts.items + token->at, text);
-    if (x3_utf8_valid(text, n) != n)
-        return x3_fail(err, X3_ERR_INPUT, "%s: model.vocab: the token of id %u is not valid UTF-8", where,
-                       (unsigned)id);
     if (bpe->texts.n_items + n >= NONE)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: model.vocab: more than 4 GiB of text", where);
     *token = (struct token){(uint32_t)bpe->texts.n_items, (uint32_t)n};

@@ -5,6 +5,7 @@
 #define X3_UNICODE_H
 
 #include "formats/base.h"
+#include "formats/utf8.h"
 
 /* A growing run of bytes; start from {0}, free with x3_text_free. */
 typedef struct x3_text {
@@ -21,8 +22,6 @@ typedef struct x3_view {
     size_t n_bytes;
 } x3_view;
 
-/* Length of the longest prefix of `text` that is valid UTF-8. */
-size_t x3_utf8_valid(const char *text, size_t n_bytes);
 /* Code point at `text` in valid UTF-8, n_bytes > 0; *length is its 1 to 4 bytes. */
 uint32_t x3_utf8_decode(const char *text, size_t n_bytes, size_t *length);
 /* Start of the character that ends just before text + at, at > 0. */

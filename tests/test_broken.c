@@ -104,7 +104,7 @@ static void integer_dtype(void) { edit_shard("\"BF16\"", "\"I16\" "); }
 static void negative_shape(void) { edit_shard("[300,128]", "[-30,128]"); }
 static void fraction_shape(void) { edit_shard("[300,128]", "[3.5,128]"); }
 static void shape_and_bytes(void) { edit_shard("[300,128]", "[301,128]"); }
-static void reversed_offsets(void) { edit_shard("[0,76800]", "[9,00000]"); }
+static void reversed_offsets(void) { edit_shard("[0,76800]", "[9,    0]"); }
 static void offsets_past_end(void) { edit_shard("[0,76800]", "[0,96800]"); }
 static void no_shard(void) { remove_file("model.safetensors"); }
 static void only_pytorch(void) { remove_file("model.safetensors"); put_text("pytorch_model.bin", "x"); }

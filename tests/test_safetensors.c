@@ -256,6 +256,18 @@ static const struct bad_header {
     {" {}", 0, "does not begin with '{'", NULL},
     {"[]", 0, "does not begin with '{'", NULL},
     {"{\"a\":", 0, "not valid JSON", NULL},
+    {"{\"a", 0, "a string without an end", NULL},
+    {"{\"a\tb\":1}", 0, "a control character in a string", NULL},
+    {"{\"a\\x41\":1}", 0, "an escape that JSON does not have", NULL},
+    {"{\"a\\u12G4\":1}", 0, "without four hexadecimal digits", NULL},
+    {"{\"a\\ud83d\":1}", 0, "half of a surrogate pair", NULL},
+    {"{\"a\\ude00\\ud83d\":1}", 0, "half of a surrogate pair", NULL},
+    {"{\"a\":01}", 0, "a number that JSON does not write so", NULL},
+    {"{\"a\":1.}", 0, "a number that JSON does not write so", NULL},
+    {"{\"a\":-}", 0, "a number that JSON does not write so", NULL},
+    {"{\"a\":1e+}", 0, "a number that JSON does not write so", NULL},
+    {"{\"a\":1.2.3}", 0, "a number that JSON does not write so", NULL},
+    {"{\f\"a\":1}", 0, "a control character", NULL},
     {"{nothing", 0, "not valid JSON", NULL},
     {"{} x", 0, "text after the JSON value", NULL},
     {"{\"a\\u0000b\":1}", 0, "\\u0000", NULL},
@@ -335,6 +347,16 @@ X3_TEST(safetensors_accepts_an_escaped_backslash_before_u0000)
     x3_safetensors_close(st);
 }
 
+X3_TEST(safetensors_accepts_every_escape_and_number_of_json)
+{
+    const char *dir = x3_test_temp_dir();
+    x3_safetensors *st = open_good(write_shard(
+        dir, "a.safetensors", "{" U8("\\ud83d\\ude00\\t\\u00E9", "1", "0", "1.0") "," U8("b", "0, 1e1", "1E0", "10e-1") "}", 1));
+
+    CHECK(x3_safetensors_find(st, "\xF0\x9F\x98\x80\t\xC3\xA9") != NULL);
+    x3_safetensors_close(st);
+}
+
 X3_TEST(safetensors_rejects_a_nul_byte_in_the_header)
 {
     const char *dir = x3_test_temp_dir();
@@ -342,7 +364,7 @@ X3_TEST(safetensors_rejects_a_nul_byte_in_the_header)
     x3_err err = {0};
 
     CHECK_OK(x3_write_file(path, "\12\0\0\0\0\0\0\0{\"a\0b\":1} ", 18, &err), &err);
-    expect_finding(path, "nul.safetensors", "holds a NUL byte", NULL);
+    expect_finding(path, "nul.safetensors", "a NUL byte", NULL);
 }
 
 X3_TEST(safetensors_rejects_header_lengths_past_the_end_of_the_file)

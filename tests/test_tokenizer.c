@@ -374,7 +374,7 @@ static const struct {
     {{.vocab = ",\"abc\":4194304"}, X3_ERR_INPUT, "\"abc\" is 4194304, expected 0 to 4194303"},
     {{.vocab = ",\"abc\":\"97\""}, X3_ERR_INPUT, "\"abc\" is a string, expected a whole number"},
     {{.vocab = ",\"ab\":97"}, X3_ERR_INPUT, "key \"ab\" stands twice"},
-    {{.vocab = ",\"\xFF\":97"}, X3_ERR_INPUT, "the token of id 97 is not valid UTF-8"},
+    {{.vocab = ",\"\xFF\":97"}, X3_ERR_INPUT, "a byte that is not UTF-8"},
     {{.added = "{}"}, X3_ERR_INPUT, "\"added_tokens\" is no list"},
     {{.added = "[5]"}, X3_ERR_INPUT, "added_tokens[0]: no object"},
     {{.added = "[{\"id\":97}]"}, X3_ERR_INPUT, "added_tokens[0]: \"content\" is missing"},

@@ -26,4 +26,6 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 <|im_start|>user
 What is the capital of France?<|im_end|>
 <|im_start|>assistant
-"
+" >$out/answer.txt
+cat $out/answer.txt
+grep -q Paris $out/answer.txt || { echo "the answer does not say Paris"; exit 1; }
