@@ -12,7 +12,6 @@ x3_status x3_layer_runner_create(x3_layer_runner *r, x3_device *dev, const x3_mo
     X3_TRY(rc, out, x3_forward_create(&r->f, dev, m, r->at_once * n_cols, n_cols, err));
     X3_TRY(rc, out, x3_full_batch_create(&r->batch, dev, r->at_once, n_cols, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_x, r->at_once * n_cols * m->hidden, err));
-    X3_TRY(rc, out, x3_alloc(&r->host, r->at_once * n_cols * m->hidden, sizeof(float), err));
 out:
     if (rc != X3_OK)
         x3_layer_runner_free(r);
@@ -27,7 +26,6 @@ void x3_layer_runner_free(x3_layer_runner *r)
     x3_full_batch_free(&r->batch);
     x3_forward_free(r->f);
     x3_device_free(r->dev, r->d_x);
-    free(r->host);
     *r = (x3_layer_runner){0};
 }
 
@@ -85,22 +83,13 @@ static x3_status on_input(void *arg, const x3_layer_desc *layer, int input, cons
 static x3_status run_rows(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_state *path, size_t row, size_t n,
                           x3_err *err)
 {
-    const size_t floats = n * r->n_cols * r->hidden;
     x3_status rc;
 
     x3_full_batch_limit(&r->batch, n);
-    X3_TRY(rc, out, x3_hidden_state_read(path, row, n, r->host, err));
-    X3_TRY(rc, out, r->dev->ops->upload(r->dev, r->d_x, r->host, floats * sizeof(float), err));
+    X3_TRY(rc, out, x3_hidden_state_load(path, row, n, r->d_x, err));
     X3_TRY(rc, out, x3_forward_layer(r->f, w, &r->batch.batch, &r->kv, r->d_x, err));
 out:
     return rc;
-}
-
-static x3_status store_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, x3_err *err)
-{
-    x3_status rc = r->dev->ops->download(r->dev, r->host, r->d_x, n * r->n_cols * r->hidden * sizeof(float), err);
-
-    return rc == X3_OK ? x3_hidden_state_write(path, row, n, r->host, err) : rc;
 }
 
 static x3_status create_buffers(x3_layer_runner *r, const x3_layer_desc *l, bool both, struct capture *c, x3_err *err)
@@ -135,12 +124,12 @@ x3_status x3_capture_layer(x3_layer_runner *r, const x3_layer_weights *w, x3_hid
         if (both) {
             c.original = true;
             X3_TRY(rc, out, run_rows(r, w, original, row, n, err));
-            X3_TRY(rc, out, store_rows(r, original, row, n, err));
+            X3_TRY(rc, out, x3_hidden_state_store(original, row, n, r->d_x, err));
         }
         c.original = false;
         X3_TRY(rc, out, run_rows(r, w, quantized, row, n, err));
         if (original != NULL && first)
-            X3_TRY(rc, out, store_rows(r, original, row, n, err));
+            X3_TRY(rc, out, x3_hidden_state_store(original, row, n, r->d_x, err));
     }
     for (size_t i = 0; i < w->desc->n_inputs; i++)
         X3_TRY(rc, out, x3_hessian_finish(hessians[i], err));
@@ -160,7 +149,7 @@ x3_status x3_run_layer(x3_layer_runner *r, const x3_layer_weights *w, x3_hidden_
         size_t n = x3_min_size(r->at_once, r->n_rows - row);
         rc = run_rows(r, w, path, row, n, err);
         if (rc == X3_OK)
-            rc = store_rows(r, path, row, n, err);
+            rc = x3_hidden_state_store(path, row, n, r->d_x, err);
     }
     return rc;
 }

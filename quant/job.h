@@ -11,6 +11,7 @@
 #define X3_JOB_H
 
 #include "calib/corpus.h"
+#include "calib/hidden_state.h"
 #include "quant/allocate.h"
 #include "quant/quantize.h"
 #include "runtime/checkpoint.h"
@@ -47,8 +48,9 @@ typedef struct x3_job_summary {
     double body_bits;
     int head_bits;
     size_t n_shards, rows, cols, n_padded_linears;
-    uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget */
-    bool hidden_in_ram;
+    uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget, of the host */
+    uint64_t device_bytes, device_free; /* estimate, and what is free, on a device with memory of its own; else 0 */
+    x3_hidden_place hidden_place;
     uint64_t out_needed, out_free, work_needed, work_free; /* disk */
     double seconds; /* estimate, from a short measurement; 0: none was made */
 } x3_job_summary;

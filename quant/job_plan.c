@@ -167,6 +167,39 @@ static uint64_t head_bytes(const x3_job *job)
     return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 7 * n * columns);
 }
 
+/* What the device's operations need for themselves: the most that any group of linears asks for. */
+static uint64_t own_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    const size_t rows = x3_stream_batch(job->n_rows == 0 ? 1 : job->n_rows, job->o.cols) * job->o.cols;
+    uint64_t most = 0;
+
+    if (job->dev->ops->own_bytes == NULL)
+        return 0;
+    most = job->dev->ops->own_bytes(job->dev, m->hidden, m->vocab, rows);
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears;) {
+            const x3_linear_desc *first = &m->layers[i].linears[j];
+            size_t n_out = 0;
+            for (; j < m->layers[i].n_linears && m->layers[i].linears[j].input == first->input; j++)
+                n_out += x3_round_up(m->layers[i].linears[j].n_out, 128);
+            most = x3_max_size(most, job->dev->ops->own_bytes(job->dev, first->n_in, n_out, rows));
+        }
+    return most;
+}
+
+/* Host memory beside a device that has its own: float32 of the largest weight, rows on their way, the libraries. */
+static uint64_t host_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    uint64_t largest = (uint64_t)m->vocab * m->hidden;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears; j++)
+            largest = x3_max_size(largest, m->layers[i].linears[j].n_in * m->layers[i].linears[j].n_out);
+    return 2 * sizeof(float) * (largest + 8192 * m->hidden) + ((uint64_t)1 << 30);
+}
+
 static void estimate_memory(x3_job *job)
 {
     const x3_model *m = job->source->model;
@@ -178,13 +211,24 @@ static void estimate_memory(x3_job *job)
     for (size_t i = 0; i < m->n_layers; i++)
         layer = x3_max_size(layer, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(&m->layers[i], both));
     s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * job->o.cols * m->hidden * sizeof(float);
-    s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + (64u << 20);
+    s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + own_bytes(job) + (64u << 20);
+    if (job->dev->capacity_bytes > 0) {
+        s->device_bytes = s->peak_bytes;
+        s->device_free = job->dev->capacity_bytes;
+        s->peak_bytes = host_bytes(job);
+    }
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
-    s->hidden_in_ram = s->peak_bytes + s->hidden_bytes <= s->memory_bytes;
-    if (s->hidden_in_ram)
+    if (s->device_free > 0 && s->device_bytes + s->hidden_bytes <= s->device_free / 10 * 9) {
+        s->hidden_place = X3_HIDDEN_DEVICE;
+        s->device_bytes += s->hidden_bytes;
+    } else if (s->peak_bytes + s->hidden_bytes <= s->memory_bytes) {
+        s->hidden_place = X3_HIDDEN_HOST;
         s->peak_bytes += s->hidden_bytes;
+    } else {
+        s->hidden_place = X3_HIDDEN_DISK;
+    }
 }
 
 /* Free bytes of the file system that will hold `path`, which need not exist yet. */
@@ -343,6 +387,11 @@ static x3_status check_space(const x3_job *job, x3_err *err)
                        "memory: %.2f GB are needed with the hidden states on disk, the budget is %.2f GB; fewer --cols, or a "
                        "larger --memory",
                        (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
+    if (s->device_bytes > s->device_free)
+        return x3_fail(err, X3_ERR_MEMORY,
+                       "%s: %llu bytes of device memory are needed, %llu are free; fewer --cols or --target-blend 0 need less, "
+                       "--device cpu uses the host's memory",
+                       job->dev->name, (unsigned long long)s->device_bytes, (unsigned long long)s->device_free);
     if (!job->o.resume && s->out_free < s->out_needed)
         return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
                        (double)s->out_needed / 1e9, (double)s->out_free / 1e9);
@@ -410,6 +459,9 @@ void x3_job_close(x3_job *job)
     x3_layer_runner_free(&job->runner);
     x3_hidden_state_free(job->quantized);
     x3_hidden_state_free(job->original);
+    for (size_t i = 0; job->pending != NULL && i < job->source->model->n_layers; i++)
+        cJSON_Delete(job->pending[i]);
+    free(job->pending);
     x3_pack_writer_free(job->writer);
     x3_pack_plan_free(job->plan);
     x3_allocation_free(&job->allocation);
