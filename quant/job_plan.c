@@ -25,7 +25,7 @@ static x3_status is_empty(const char *dir, bool *empty, x3_err *err)
 }
 
 /* The receipt in the output folder is that of a job with these options. */
-static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
+static x3_status is_finished(const x3_job *job, const char *const *skipped, bool *finished, x3_err *err)
 {
     char *path = NULL, *config = NULL;
     cJSON *receipt = NULL;
@@ -37,7 +37,7 @@ static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
     if (!x3_path_exists(path) || !x3_path_exists(config))
         goto out;
     X3_TRY(rc, out, x3_json_load(&receipt, path, err));
-    *finished = cJSON_Compare(x3_json_get(receipt, "options"), job->identity, true);
+    *finished = x3_job_state_equal(x3_json_get(receipt, "options"), job->identity, skipped);
 out:
     free(path);
     free(config);
@@ -47,7 +47,11 @@ out:
 
 x3_status x3_job_check_output(x3_job *job, x3_err *err)
 {
-    const bool compares = !job->o.planned || job->o.recipe != NULL;
+    /* a job that is still to be planned does not know its bits */
+    static const char *const bits[] = {"kernel_set", "bits", "head_bits", "allocation", NULL};
+    static const char *const kernels[] = {"kernel_set", NULL};
+    const bool is_placed = !job->o.planned || job->o.recipe != NULL;
+    const char *const *exact = is_placed ? kernels + 1 : bits + 1, *const *other_kernels = is_placed ? kernels : bits;
     const char *out = job->o.out;
     bool empty = true;
     x3_status rc;
@@ -57,13 +61,13 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
     if (x3_path_overlaps(job->o.model, job->work))
         return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the input %s", job->work,
                        job->o.model);
+    if (x3_path_overlaps(out, job->work))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the output %s", job->work, out);
     if (x3_path_exists(out) && !x3_path_is_dir(out))
         return x3_fail(err, X3_ERR_INPUT, "%s: the output exists and is not a folder", out);
     if (x3_job_state_exists(job->work)) {
-        if (job->o.resume && !compares)
-            return X3_OK;
         if (job->o.resume)
-            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels, err);
+            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels ? other_kernels : exact, err);
         if (!job->o.overwrite)
             return x3_fail(err, X3_ERR_INPUT, "%s: holds an unfinished job; --resume goes on with it, --overwrite drops it",
                            job->work);
@@ -72,10 +76,12 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
         rc = is_empty(out, &empty, err);
         if (rc != X3_OK)
             return rc;
-        if (!empty && job->o.resume && !compares)
-            return X3_OK;
         if (!empty && job->o.resume && !job->o.overwrite) {
-            rc = is_finished(job, &job->is_done, err);
+            bool finished = false;
+            rc = is_finished(job, exact, &finished, err);
+            job->is_done = finished && is_placed;
+            if (rc == X3_OK && finished && !is_placed)
+                return X3_OK;
             if (rc != X3_OK || job->is_done)
                 return rc;
         }
@@ -125,6 +131,8 @@ x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "bits", cJSON_CreateNumber(o->bits), err));
     X3_TRY(rc, out, x3_json_add(j, "head_bits", cJSON_CreateNumber(o->head_bits), err));
     X3_TRY(rc, out, x3_json_add(j, "tie", cJSON_CreateString(x3_tie_name(o->tie)), err));
+    X3_TRY(rc, out, x3_json_add(j, "allocation_from", cJSON_CreateString(o->planned || o->recipe != NULL ? "recipe" : "uniform"),
+                                err));
     X3_TRY(rc, out, x3_json_add_hash(j, "allocation", job->allocation.hash, err));
     X3_TRY(rc, out, x3_json_add(j, "codebook", cJSON_CreateString(x3_codebook_name(o->quant.codebook)), err));
     X3_TRY(rc, out, x3_json_add(j, "target_blend", cJSON_CreateNumber(o->quant.target_blend), err));
@@ -236,25 +244,92 @@ static size_t planned_rows(const x3_job *job)
     return job->n_rows == 0 ? job->o.rows : job->n_rows;
 }
 
-/* Hidden states go to disk when they do not fit beside an eighth of a layer's experts: every pass over the text for some
- * more experts costs a run through attention. */
+/* What the device's operations need for themselves: the most that any group of linears asks for. */
+static uint64_t own_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
+    uint64_t most = 0;
+
+    if (job->dev->ops->own_bytes == NULL)
+        return 0;
+    most = job->dev->ops->own_bytes(job->dev, m->hidden, m->vocab, rows);
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears;) {
+            const x3_linear_desc *first = &m->layers[i].linears[j];
+            size_t n_out = 0;
+            for (; j < m->layers[i].n_linears && m->layers[i].linears[j].input == first->input; j++)
+                n_out += x3_round_up(m->layers[i].linears[j].n_out, 128);
+            most = x3_max_size(most, job->dev->ops->own_bytes(job->dev, first->n_in, n_out, rows));
+        }
+    return most;
+}
+
+/* Host memory beside a device that has its own: float32 of the largest weight, rows on their way, the libraries. */
+static uint64_t host_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    uint64_t largest = (uint64_t)m->vocab * m->hidden;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears; j++)
+            largest = x3_max_size(largest, m->layers[i].linears[j].n_in * m->layers[i].linears[j].n_out);
+    return 2 * sizeof(float) * (largest + 8192 * m->hidden) + ((uint64_t)1 << 30);
+}
+
+/* Hidden states go further away (device, host, disk) when they do not fit beside an eighth of a layer's experts: every pass
+ * over the text for some more experts costs a run through attention. */
+static bool fits_with_states(const x3_job *job, uint64_t bytes, uint64_t budget, size_t at_once)
+{
+    return bytes <= budget && 8 * at_once >= job->summary.n_experts;
+}
+
+static void estimate_on_host(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+
+    s->hidden_place = X3_HIDDEN_HOST;
+    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, at_once);
+    if (fits_with_states(job, s->peak_bytes, s->memory_bytes, *at_once))
+        return;
+    s->hidden_place = X3_HIDDEN_DISK;
+    s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, at_once);
+}
+
+/* A device with memory of its own, of which a tenth is left: allocations take more than they ask for. */
+static void estimate_on_device(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+    const uint64_t budget = job->dev->capacity_bytes / 10 * 9;
+
+    s->device_free = job->dev->capacity_bytes;
+    s->peak_bytes = host_bytes(job);
+    s->hidden_place = X3_HIDDEN_DEVICE;
+    s->device_bytes = fit_experts(job, fixed + s->hidden_bytes, head, budget, at_once);
+    if (fits_with_states(job, s->device_bytes, budget, *at_once))
+        return;
+    s->device_bytes = fit_experts(job, fixed, head, budget, at_once);
+    s->hidden_place = s->peak_bytes + s->hidden_bytes <= s->memory_bytes ? X3_HIDDEN_HOST : X3_HIDDEN_DISK;
+    if (s->hidden_place == X3_HIDDEN_HOST)
+        s->peak_bytes += s->hidden_bytes;
+}
+
 static void estimate_memory(x3_job *job)
 {
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    const uint64_t fixed = (64u << 20) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
-    const uint64_t head = head_bytes(job);
+    const uint64_t fixed = (64u << 20) + own_bytes(job) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
     size_t at_once;
 
     s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
-    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, &at_once);
-    s->hidden_in_ram = s->peak_bytes <= s->memory_bytes && 8 * at_once >= s->n_experts;
-    if (!s->hidden_in_ram)
-        s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, &at_once);
+    if (job->dev->capacity_bytes > 0)
+        estimate_on_device(job, fixed, head_bytes(job), &at_once);
+    else
+        estimate_on_host(job, fixed, head_bytes(job), &at_once);
     s->experts_at_once = s->n_experts == 0 ? 0 : at_once;
     s->expert_passes = s->n_experts == 0 ? 0 : (s->n_experts + at_once - 1) / at_once;
     s->own_hessians = job->experts.own;
@@ -429,6 +504,11 @@ static x3_status check_space(const x3_job *job, x3_err *err)
                        "memory: %.2f GB are needed with the hidden states on disk, the budget is %.2f GB; fewer --cols, or a "
                        "larger --memory",
                        (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
+    if (s->device_bytes > s->device_free)
+        return x3_fail(err, X3_ERR_MEMORY,
+                       "%s: %llu bytes of device memory are needed, %llu are free; fewer --cols or --target-blend 0 need less, "
+                       "--device cpu uses the host's memory",
+                       job->dev->name, (unsigned long long)s->device_bytes, (unsigned long long)s->device_free);
     if (!job->o.resume && s->out_free < s->out_needed)
         return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
                        (double)s->out_needed / 1e9, (double)s->out_free / 1e9);
@@ -484,6 +564,12 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
     else
         X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie,
                                             err));
+    const x3_tensor *head = x3_checkpoint_weight(job->source, &job->source->model->head);
+    if (job->allocation.head_K == 0 && !job->source->model->tied && head != NULL && head->dtype == X3_F8_E4M3) {
+        rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: an FP8 head is not left as it is (--head-bits 0): its scales belong to no "
+                     "pack", head->name);
+        goto out;
+    }
     job->o.bits = job->allocation.target_bits;
     job->o.head_bits = job->allocation.head_K;
     X3_TRY(rc, out, x3_pack_plan_create(&job->plan, job->source, &job->allocation, job->o.quant.codebook, err));
@@ -514,7 +600,8 @@ x3_status x3_job_open(x3_job **out, const x3_job_options *options, const x3_job_
     if (options->work != NULL)
         X3_TRY(rc, out, x3_strdup(&job->work, options->work, err));
     else
-        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%s.work", options->out == NULL ? "" : options->out));
+        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%.*s.work", (int)(options->out == NULL ? 0 : x3_path_trimmed(options->out)),
+                                    options->out == NULL ? "" : options->out));
     X3_TRY(rc, out, open_job(job, findings, err));
     *out = job;
     job = NULL;
@@ -530,6 +617,9 @@ void x3_job_close(x3_job *job)
     x3_layer_runner_free(&job->runner);
     x3_hidden_state_free(job->quantized);
     x3_hidden_state_free(job->original);
+    for (size_t i = 0; job->pending != NULL && i < job->source->model->n_layers; i++)
+        cJSON_Delete(job->pending[i]);
+    free(job->pending);
     x3_pack_writer_free(job->writer);
     x3_pack_plan_free(job->plan);
     x3_allocation_free(&job->allocation);
