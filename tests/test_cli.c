@@ -141,6 +141,21 @@ X3_TEST(cli_generate_chat_ends_the_assistants_turn)
     EXPECT(2, "go with --chat", "exl3-eval generate tests/data/models/tiny-qwen3 --prompt x --system y");
 }
 
+X3_TEST(cli_serve_says_what_it_cannot_do_before_it_loads_anything)
+{
+    snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
+    EXPECT(0, "--api-key-file FILE", "exl3-serve --help");
+    EXPECT(0, "0.1.0", "exl3-serve --version");
+    EXPECT(2, "PACK is missing", "exl3-serve");
+    EXPECT(2, "--port 70000 is outside", "exl3-serve x --port 70000");
+    EXPECT(1, "/no/such/pack", "exl3-serve /no/such/pack");
+    EXPECT(1, "--ctx 5000 is more than the model's 4096", "exl3-serve tests/data/models/tiny-qwen3 --ctx 5000");
+    EXPECT(1, "are needed and", "exl3-serve tests/data/models/tiny-qwen3 --memory 1MB");
+    EXPECT(1, "/no.keys", "exl3-serve tests/data/models/tiny-qwen3 --api-key-file /no.keys");
+    EXPECT(1, "/no.jinja", "exl3-serve tests/data/models/tiny-qwen3 --chat-template /no.jinja");
+    EXPECT(1, "\"nowhere\" is not an address", "exl3-serve tests/data/models/tiny-qwen3 --ctx 64 --parallel 1 --host nowhere");
+}
+
 X3_TEST(cli_an_output_that_cannot_be_created_is_said_before_any_work)
 {
     x3_tiny t = X3_TINY_DEFAULTS;
