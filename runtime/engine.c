@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- replies ---- */
 
@@ -233,6 +234,13 @@ x3_resident_options x3_engine_resident(const x3_engine_options *o)
                                  .n_slots = o->max_sequences};
 }
 
+static int draw_threads(size_t max_sequences)
+{
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+
+    return (int)x3_min_size(x3_min_size(n < 1 ? 1 : (size_t)n, max_sequences), 16);
+}
+
 static x3_status check_options(const x3_engine_options *o, x3_err *err)
 {
     if (o->max_sequences == 0 || o->max_positions < 2 || o->chunk_rows <= o->max_sequences)
@@ -257,6 +265,8 @@ static void free_engine(x3_engine *e)
     free(e->ids);
     free(e->outputs);
     free(e->logits);
+    free(e->drawn);
+    x3_pool_free(e->pool);
     pthread_cond_destroy(&e->changed);
     pthread_mutex_destroy(&e->mutex);
     free(e);
@@ -286,6 +296,8 @@ x3_status x3_engine_open(x3_engine **out, x3_device *dev, const x3_checkpoint *c
     X3_TRY(rc, out, x3_alloc(&e->stepped, o->max_sequences, sizeof *e->stepped, err));
     X3_TRY(rc, out, x3_alloc(&e->ids, o->chunk_rows, sizeof *e->ids, err));
     X3_TRY(rc, out, x3_alloc(&e->outputs, o->max_sequences, sizeof *e->outputs, err));
+    X3_TRY(rc, out, x3_alloc(&e->drawn, o->max_sequences, sizeof *e->drawn, err));
+    X3_TRY(rc, out, x3_pool_create(&e->pool, draw_threads(o->max_sequences), err));
     X3_TRY(rc, out, x3_alloc(&e->logits, o->max_sequences * c->model->vocab, sizeof *e->logits, err));
     if (pthread_create(&e->thread, NULL, run_thread, e) != 0) {
         rc = x3_fail(err, X3_ERR_MEMORY, "the engine's thread cannot be started");

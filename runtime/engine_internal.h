@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 
+#include "kernels/parallel.h"
 #include "runtime/engine.h"
 #include "runtime/kv_pages.h"
 
@@ -33,6 +34,14 @@ typedef struct x3_reply {
     size_t slot;           /* of its recurrent states, while it is running */
 } x3_reply;
 
+/* A token that has been drawn, or why not. */
+typedef struct x3_drawn {
+    x3_reply *reply;
+    x3_sampled token;
+    x3_status status;
+    x3_err err;
+} x3_drawn;
+
 struct x3_engine {
     const x3_checkpoint *c;
     x3_engine_options o;
@@ -48,6 +57,8 @@ struct x3_engine {
     int32_t *ids;
     size_t *outputs;
     float *logits;
+    x3_drawn *drawn; /* [max_sequences] */
+    x3_pool *pool;   /* draws: with a large vocabulary it takes longer than a step of a fast device */
     uint64_t n_preempted;
 
     pthread_mutex_t mutex; /* guards what follows */

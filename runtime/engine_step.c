@@ -84,21 +84,31 @@ static bool is_stop(const x3_reply *r, int32_t id)
     return false;
 }
 
-/* True when the reply goes on; else *finish and, for an error, *err say why not. */
-static bool take_token(x3_engine *e, x3_reply *r, float *logits, x3_finish *finish, x3_err *err)
+static void draw(void *arg, size_t item, int thread)
 {
-    x3_sampled token;
+    x3_engine *e = arg;
+    x3_drawn *d = &e->drawn[item];
+
+    (void)thread;
+    d->err = (x3_err){0};
+    d->status = x3_sampler_pick(d->reply->sampler, e->logits + item * e->c->model->vocab, &d->token, &d->err);
+}
+
+/* True when the reply goes on; else *finish says why not. */
+static bool take_token(x3_engine *e, const x3_drawn *d, x3_finish *finish)
+{
+    x3_reply *r = d->reply;
 
     if (r->first == 0)
         r->first = x3_seconds();
     *finish = X3_FINISH_ERROR;
-    if (x3_sampler_pick(r->sampler, logits, &token, err) != X3_OK)
+    if (d->status != X3_OK)
         return false;
     r->n_reply++;
     *finish = X3_FINISH_STOP;
-    if (is_stop(r, token.id) || !r->on.token(r->on.arg, &token))
+    if (is_stop(r, d->token.id) || !r->on.token(r->on.arg, &d->token))
         return false;
-    r->ids[r->n_ids++] = token.id;
+    r->ids[r->n_ids++] = d->token.id;
     *finish = X3_FINISH_LENGTH;
     return r->n_reply < r->max_reply && r->n_ids < e->o.max_positions;
 }
@@ -122,8 +132,8 @@ static size_t index_of(const x3_engine *e, const x3_reply *r)
 
 x3_status x3_engine_step(x3_engine *e, x3_err *err)
 {
-    const size_t vocab = e->c->model->vocab;
-    size_t n_rows = 0, n_outputs = 0, n_sequences = 0, output = 0;
+    size_t n_rows = 0, n_outputs = 0, n_sequences = 0;
+    x3_finish finish;
     x3_status rc;
 
     if (plan(e) == 0)
@@ -139,19 +149,19 @@ x3_status x3_engine_step(x3_engine *e, x3_err *err)
         e->sequences[n_sequences++] = (x3_sequence){.first_row = n_rows, .n_rows = r->n_rows, .position = r->n_done,
                                                     .pages = r->pages, .slot = r->slot};
         n_rows += r->n_rows;
-        if (r->n_done + r->n_rows == r->n_ids)
+        if (r->n_done + r->n_rows == r->n_ids) {
+            e->drawn[n_outputs].reply = r;
             e->outputs[n_outputs++] = n_rows - 1;
+        }
     }
     rc = x3_resident_step(e->resident, e->sequences, n_sequences, e->ids, n_rows, e->outputs, n_outputs, e->logits, err);
     if (rc != X3_OK)
         return rc;
-    for (size_t i = 0; i < n_sequences; i++) {
-        x3_reply *r = e->stepped[i];
-        x3_err reason = {0};
-        x3_finish finish;
-        advance(e, r);
-        if (r->n_done == r->n_ids && !take_token(e, r, e->logits + output++ * vocab, &finish, &reason))
-            x3_engine_end(e, index_of(e, r), finish, &reason);
-    }
+    x3_pool_run(e->pool, n_outputs, draw, e);
+    for (size_t i = 0; i < n_sequences; i++)
+        advance(e, e->stepped[i]);
+    for (size_t i = 0; i < n_outputs; i++)
+        if (!take_token(e, &e->drawn[i], &finish))
+            x3_engine_end(e, index_of(e, e->drawn[i].reply), finish, &e->drawn[i].err);
     return X3_OK;
 }

@@ -266,6 +266,45 @@ X3_TEST(serve_reads_api_keys_from_a_file)
     CHECK_FAILS(x3_server_keys_read(&keys, &n, path, &err), &err, "no API key in it");
 }
 
+X3_TEST(serve_passes_tools_and_kwargs_to_the_template_and_splits_off_reasoning)
+{
+    static const char template[] = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson if tools }}|"
+                                   "{{ enable_thinking }}|{{ reasoning_effort }}<think>\n";
+    static const char tools[] = "\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}]";
+    static const char seen[] = "system: be\nuser: hi\nthere\n[{\\\"type\\\": \\\"function\\\", \\\"function\\\": {\\\"name\\\": \\\"f\\\"}}]|True|low<think>\\n";
+    char path[300], body[800], text[400], *to = text;
+    x3_err err = {0};
+
+    snprintf(path, sizeof path, "%s", x3_test_path(x3_test_temp_dir(), "t.jinja"));
+    CHECK_OK(x3_write_file(path, template, sizeof template - 1, &err), &err);
+    x3_test_server_open(&at, MODEL, path, (x3_engine_options){0}, (x3_server_options){0});
+    for (const char *from = seen; *from != '\0'; from++)
+        to += *from == '\n' ? sprintf(to, "\\n") : sprintf(to, "%c", *from);
+    snprintf(body, sizeof body, "{\"content\":\"%s\"}", text);
+    cJSON *tokens = x3_http_post(at.port, "/tokenize", body, 200);
+    snprintf(body, sizeof body, "{\"messages\":[{\"role\":\"developer\",\"content\":\"be\"},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
+             "\"hi\"},{\"type\":\"text\",\"text\":\"there\"}]}],%s,\"chat_template_kwargs\":{\"enable_thinking\":true},\"reasoning_effort\":\"low\","
+             "\"temperature\":0,\"max_tokens\":8", tools);
+    size_t n = strlen(body);
+    snprintf(body + n, sizeof body - n, "}");
+    cJSON *split = x3_http_post(at.port, CHAT, body, 200);
+    CHECK_MSG(x3_json_at(split, "usage.prompt_tokens")->valueint == x3_json_at(tokens, "count")->valueint, "%d tokens, expected %d",
+              x3_json_at(split, "usage.prompt_tokens")->valueint, x3_json_at(tokens, "count")->valueint);
+    CHECK(x3_json_text_at(split, "choices.0.message.content")[0] == '\0');
+    CHECK(x3_json_text_at(split, "choices.0.message.reasoning_content")[0] != '\0');
+    snprintf(body + n, sizeof body - n, ",\"reasoning_format\":\"none\"}");
+    cJSON *whole = x3_http_post(at.port, CHAT, body, 200);
+    CHECK(x3_json_text_at(whole, "choices.0.message.content")[0] != '\0');
+    snprintf(body + n, sizeof body - n, ",\"tool_choice\":\"none\"}");
+    cJSON *without = x3_http_post(at.port, CHAT, body, 200);
+    CHECK(x3_json_at(without, "usage.prompt_tokens")->valueint < x3_json_at(split, "usage.prompt_tokens")->valueint);
+    cJSON_Delete(tokens);
+    cJSON_Delete(split);
+    cJSON_Delete(whole);
+    cJSON_Delete(without);
+    x3_test_server_close(&at);
+}
+
 /* ---- many at once ---- */
 
 #define N_STREAMS 32
