@@ -273,6 +273,8 @@ static x3_status parse_pairs(x3_view name, x3_view rest, const struct pair_marks
         X3_TRY(rc, out, add_argument(&object, trim(key), value, tools, name, err));
     }
     X3_TRY(rc, out, x3_text_put(&object, "}", 1, err));
+    if (!is_object((x3_view){object.items, object.n_items})) /* a key that comes twice */
+        goto out;
     rc = add_call(out, name, (x3_view){object.items, object.n_items}, err);
     *parsed = rc == X3_OK;
 out:

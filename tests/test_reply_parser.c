@@ -90,6 +90,7 @@ X3_TEST(reply_parser_leaves_what_it_cannot_understand_as_text)
         "<tool_call></tool_call>",
         "<tool_call>\n<function=f>\n<parameter=n>\n1\n</function>\n</tool_call>",
         "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>",
+        "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
         "<tool_call>never ends",
         "<tool_ca",
     };
