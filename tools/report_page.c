@@ -130,26 +130,48 @@ static void put_axes(FILE *f, const struct plot *p)
             LEFT, PLOT_H - 8, PLOT_H / 2, PLOT_H / 2);
 }
 
-static void put_points(FILE *f, const x3_report *r, const x3_report_score *of, const struct plot *p)
+/* A height for a label beside (x, y) where none of the n before it stands: down in steps of a line. */
+static double free_height(const double (*labels)[2], size_t n, double x, double y)
 {
+    for (size_t i = 0; i < n; i++)
+        if (fabs(labels[i][0] - x) < 140 && fabs(labels[i][1] - y) < 13) {
+            y = labels[i][1] + 13.5;
+            i = SIZE_MAX; /* from the first again; y only grows */
+        }
+    return y;
+}
+
+static x3_status put_points(FILE *f, const x3_report *r, const x3_report_score *of, const struct plot *p, x3_err *err)
+{
+    double (*labels)[2] = NULL;
     size_t n = 0;
+    x3_status rc = x3_alloc(&labels, r->n_scores, sizeof *labels, err);
+
+    if (rc != X3_OK)
+        return rc;
 
     for (size_t i = 0; i < r->n_scores; i++) {
         const x3_report_score *s = &r->scores[i];
         if (!same_reference(s, of))
             continue;
-        const char *color = series_color[n++ % N_SERIES];
+        const char *color = series_color[n % N_SERIES];
         double x = plot_x(p, s->bytes), y = plot_y(p, shown(s->kl));
         double low = plot_y(p, shown(fmax(s->kl - s->kl_stderr, s->kl / 2))), high = plot_y(p, shown(s->kl + s->kl_stderr));
         fprintf(f, "<g stroke='%s' fill='%s'><line x1='%.1f' x2='%.1f' y1='%.1f' y2='%.1f'/><circle cx='%.1f' cy='%.1f' r='5'>"
                    "<title>",
                 color, color, x, x, low, high, x, y);
         put_text(f, s->name);
-        fprintf(f, ": %.4f bits, %s, KL %.5f +- %.5f</title></circle></g><text x='%.1f' y='%.1f'>", s->bits_body,
-                x3_bytes_text((uint64_t)s->bytes), s->kl, s->kl_stderr, x + 9, y + 4);
+        fprintf(f, ": %.4f bits, %s, KL %.5f +- %.5f</title></circle></g><text x='%.1f' y='%.1f' style='fill:%s'>", s->bits_body,
+                x3_bytes_text((uint64_t)s->bytes), s->kl, s->kl_stderr, x + 9,
+                free_height((const double (*)[2])labels, n, x, y) + 4, color);
         put_text(f, s->name);
         fputs("</text>\n", f);
+        labels[n][0] = x;
+        labels[n][1] = free_height((const double (*)[2])labels, n, x, y);
+        n++;
     }
+    free(labels);
+    return X3_OK;
 }
 
 static void put_score_table(FILE *f, const x3_report *r, const x3_report_score *of)
@@ -171,9 +193,11 @@ static void put_score_table(FILE *f, const x3_report *r, const x3_report_score *
     fputs("</tbody></table></div>\n", f);
 }
 
-static void put_scores(FILE *f, const x3_report *r)
+static x3_status put_scores(FILE *f, const x3_report *r, x3_err *err)
 {
-    for (size_t i = 0; i < r->n_scores; i++) {
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < r->n_scores && rc == X3_OK; i++) {
         const x3_report_score *of = &r->scores[i];
         bool seen = false;
         for (size_t j = 0; j < i; j++)
@@ -191,10 +215,11 @@ static void put_scores(FILE *f, const x3_report *r)
         put_text(f, of->reference);
         fprintf(f, ".</p>\n<svg viewBox='0 0 %d %d' role='img'>\n", PLOT_W, PLOT_H);
         put_axes(f, &p);
-        put_points(f, r, of, &p);
+        rc = put_points(f, r, of, &p, err);
         fputs("</svg>\n", f);
         put_score_table(f, r, of);
     }
+    return rc;
 }
 
 /* ---- a pack ---- */
@@ -486,7 +511,7 @@ x3_status x3_report_page(const x3_report *r, char **html, size_t *n_bytes, x3_er
                "content='width=device-width'><title>EXL3 packs</title><style>%s</style></head><body>\n<h1>EXL3 packs</h1>"
                "<p class='note'>%zu scores, %zu packs; exl3-eval %s.</p>\n",
             style, r->n_scores, r->n_packs, X3_VERSION);
-    put_scores(f, r);
+    rc = put_scores(f, r, err);
     for (size_t i = 0; i < r->n_packs && rc == X3_OK; i++)
         rc = put_pack(f, &r->packs[i], err);
     fputs("</body></html>\n", f);
