@@ -45,7 +45,7 @@ static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *e
         missing = (l->mixer == X3_MIXER_DELTA_NET && (ops->conv_silu == NULL || ops->delta_rule == NULL ||
                                                       ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_GQA && l->gqa.gated && (ops->sigmoid_mul == NULL || ops->copy_heads == NULL)) ||
-                  (l->mixer == X3_MIXER_MLA && ops->linear_heads == NULL) ||
+                  (l->mixer == X3_MIXER_MLA && (ops->linear_heads == NULL || ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL));
         if (missing)
             return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s lacks an operation that %s of a %s model needs", dev->name,
