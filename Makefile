@@ -1,5 +1,5 @@
 # exl3 toolchain. `make help` lists the targets.
-# One build folder a configuration: build/<CONFIG>, CONFIG = release, asan, ubsan, arm64, fuzz.
+# One build folder a configuration: build/<CONFIG>, CONFIG = release, cuda, asan, ubsan, arm64, fuzz.
 
 .DEFAULT_GOAL := all
 CONFIG ?= release
@@ -7,6 +7,7 @@ B := build/$(CONFIG)
 DATA ?= ../shared
 PREFIX ?= /usr/local
 NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(NVCC))
 
 WARN := -Wall -Wextra -Wpedantic -Wshadow -Wcast-align -Wpointer-arith -Wstrict-prototypes -Wmissing-prototypes \
         -Wvla -Wformat=2 -Wwrite-strings -Wswitch-enum
@@ -45,6 +46,19 @@ LDFLAGS += -L$(ARM_ROOT)/usr/lib/aarch64-linux-gnu -Wl,-rpath-link,$(ARM_ROOT)/u
 RUN := X3_EMULATED=1 QEMU_LD_PREFIX=/usr/aarch64-linux-gnu QEMU_SET_ENV=LD_LIBRARY_PATH=$(ARM_ROOT)/usr/lib/aarch64-linux-gnu:/usr/aarch64-linux-gnu/lib qemu-aarch64
 endif
 
+# CUDA_ARCHS=90 builds for one architecture, which takes a seventh of the time.
+ifeq ($(CONFIG),cuda)
+CUDA_ARCHS ?= $(filter 80 86 89 90 100 120 121,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
+CUDA_PTX ?= $(or $(filter 100,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
+NVCC_FLAGS := -std=c++17 -O3 -lineinfo -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
+              $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
+ifdef CI
+NVCC_FLAGS += -Werror all-warnings -Xcompiler -Werror
+endif
+CFLAGS += -DX3_CUDA -isystem $(CUDA_HOME)/include
+LIBS += -L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt
+endif
+
 ARCH := $(shell $(CC) -dumpmachine 2>/dev/null | cut -d- -f1)
 ISAS_x86_64 := avx2 avx512
 ISAS_aarch64 := neon
@@ -55,18 +69,24 @@ ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mpr
 FOLDERS := formats kernels runtime calib quant
 TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
-LIB_SRC := $(filter-out $(SIMD_SRC),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
-LIB_OBJ := $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
+CUDA_C := $(wildcard runtime/device_cuda*.c runtime/cuda_*.c)
+CUDA_K := $(wildcard kernels/*_k_cuda.cu)
+CUDA_SRC := $(filter-out $(CUDA_K),$(wildcard kernels/*_cuda.cu))
+LIB_SRC := $(filter-out $(SIMD_SRC) $(if $(filter cuda,$(CONFIG)),,$(CUDA_C)),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
+CUDA_OBJ := $(if $(filter cuda,$(CONFIG)),$(CUDA_SRC:%.cu=$(B)/%.o) $(foreach k,1 2 3 4 5 6 7 8,$(CUDA_K:%.cu=$(B)/%$(k).o)))
+LIB_OBJ := $(CUDA_OBJ) $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
 TOOL_OBJ := $(patsubst %.c,$(B)/%.o,$(filter-out tools/exl3_%.c,$(wildcard tools/*.c)))
 TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/http_client.c)
 CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
+CUDA_TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/cuda/test_*.c)) $(B)/tests/test_main.o $(B)/tests/tiny_model.o \
+                 $(B)/tests/family_check.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
 .PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl \
         bench-families smollm2 \
-        cuda check install clean
+        cuda cuda-compile test-cuda bench-cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
@@ -136,9 +156,17 @@ install: all ## copy the programs to PREFIX/bin (/usr/local)
 	install -d $(DESTDIR)$(PREFIX)/bin
 	install -m 755 $(TOOLS:%=$(B)/%) $(DESTDIR)$(PREFIX)/bin
 
-cuda: ## compile the CUDA kernels for every architecture that nvcc knows
-	@[ -n "$(NVCC)" ] || { echo "nvcc is not installed"; exit 1; }
-	@echo "no CUDA sources yet"
+cuda: ## build with CUDA into build/cuda; CUDA_ARCHS=90 for one architecture
+	@[ -n "$(NVCC)" ] || { echo "nvcc is not installed (CUDA Toolkit)"; exit 1; }
+	@$(MAKE) --no-print-directory CONFIG=cuda cuda-compile
+
+cuda-compile: $(TOOLS:%=$(B)/%) $(B)/tests/cuda/tests $(B)/tests/cuda/test_kernels $(B)/tests/cuda/bench_kernels
+
+test-cuda: cuda ## CUDA kernels and device against their reference forms; skipped, and counted, without a GPU
+	@tests/cuda/run.sh build/cuda
+
+bench-cuda: cuda ## times of the CUDA kernels beside the peer's
+	build/cuda/tests/cuda/bench_kernels
 
 clean: ## remove the build folder
 	rm -rf build
@@ -146,6 +174,12 @@ clean: ## remove the build folder
 # ---- rules -----------------------------------------------------------------------------------------------------
 
 $(B)/exl3-%: $(B)/tools/exl3_%.o $(TOOL_OBJ) $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+$(B)/tests/cuda/tests: $(CUDA_TEST_OBJ) $(LIB_OBJ)
+	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
+
+$(B)/tests/cuda/%: $(B)/tests/cuda/%.o $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/tests: $(TEST_OBJ) $(LIB_OBJ)
@@ -174,6 +208,23 @@ $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	@echo "CC $<"; $(CC) $(CFLAGS) $(OPT) -MMD -MP -c $< -o $@
 
+# The CUDA sources take minutes: they are compiled again when their flags change, not when this file does.
+ifeq ($(CONFIG),cuda)
+$(shell mkdir -p $(B); echo '$(NVCC) $(NVCC_FLAGS)' | cmp -s - $(B)/nvcc_flags || echo '$(NVCC) $(NVCC_FLAGS)' > $(B)/nvcc_flags)
+endif
+
+$(B)/%.o: %.cu $(B)/nvcc_flags
+	@mkdir -p $(@D)
+	@echo "NVCC $<"; $(NVCC) $(NVCC_FLAGS) -c $< -o $@
+
+# One source, one object a K.
+define cuda_k_rule
+$(B)/%_k_cuda$(1).o: %_k_cuda.cu $(B)/nvcc_flags
+	@mkdir -p $$(@D)
+	@echo "NVCC $$< (K = $(1))"; $(NVCC) $(NVCC_FLAGS) -DX3_K=$(1) -c $$< -o $$@
+endef
+$(foreach k,1 2 3 4 5 6 7 8,$(eval $(call cuda_k_rule,$(k))))
+
 # One source, one object an instruction set; -O3 unrolls the small loops over vectors into registers.
 define simd_rule
 $(B)/%.$(1).o: %.c Makefile
@@ -183,4 +234,4 @@ endef
 $(foreach i,$(ISAS),$(eval $(call simd_rule,$(i))))
 
 .PRECIOUS: $(B)/%.o
--include $(LIB_OBJ:.o=.d) $(wildcard $(B)/tools/*.d $(B)/tests/*.d $(B)/tests/conformance/*.d)
+-include $(LIB_OBJ:.o=.d) $(wildcard $(B)/tools/*.d $(B)/tests/*.d $(B)/tests/conformance/*.d $(B)/tests/cuda/*.d)

@@ -20,7 +20,7 @@ typedef struct x3_layer_runner {
     x3_forward *f;
     x3_full_batch batch;
     x3_kv_layer kv; /* of the current layer */
-    float *d_x, *host;
+    float *d_x;
     size_t n_rows, n_cols, at_once, hidden;
     size_t n_selected; /* x3_model_selected(): kept in the states behind the hidden states of a row */
 } x3_layer_runner;

@@ -1,8 +1,6 @@
 /* Rows of hidden states through a layer, a batch at a time. */
 #include "calib/capture.h"
 
-#include <stdlib.h>
-
 size_t x3_state_floats(const x3_model *m, size_t n_cols)
 {
     return n_cols * (m->hidden + x3_model_selected(m, n_cols));
@@ -19,7 +17,6 @@ x3_status x3_layer_runner_create(x3_layer_runner *r, x3_device *dev, const x3_mo
     X3_TRY(rc, out, x3_forward_create(&r->f, dev, m, r->at_once * n_cols, n_cols, err));
     X3_TRY(rc, out, x3_full_batch_create(&r->batch, dev, r->at_once, n_cols, r->n_selected, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_x, r->at_once * n_cols * m->hidden, err));
-    X3_TRY(rc, out, x3_alloc(&r->host, r->at_once * x3_state_floats(m, n_cols), sizeof(float), err));
 out:
     if (rc != X3_OK)
         x3_layer_runner_free(r);
@@ -34,7 +31,6 @@ void x3_layer_runner_free(x3_layer_runner *r)
     x3_full_batch_free(&r->batch);
     x3_forward_free(r->f);
     x3_device_free(r->dev, r->d_x);
-    free(r->host);
     *r = (x3_layer_runner){0};
 }
 
@@ -76,38 +72,24 @@ x3_status x3_layer_runner_prepare(x3_layer_runner *r, const x3_layer_desc *layer
 /* A row of states is [n_cols][hidden], then [n_cols][n_selected] numbers of 32 bits. */
 x3_status x3_load_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, float *d_x, x3_err *err)
 {
-    const x3_device_ops *ops = r->dev->ops;
     const size_t hidden = r->n_cols * r->hidden, selected = r->n_cols * r->n_selected;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_hidden_state_read(path, row, n, r->host, err));
-    if (selected == 0)
-        return ops->upload(r->dev, d_x, r->host, n * hidden * sizeof(float), err);
-    for (size_t i = 0; i < n; i++) {
-        const float *from = r->host + i * (hidden + selected);
-        X3_TRY(rc, out, ops->upload(r->dev, d_x + i * hidden, from, hidden * sizeof(float), err));
-        X3_TRY(rc, out, ops->upload(r->dev, r->batch.batch.d_selected + i * selected, from + hidden, selected * sizeof(int32_t),
-                                    err));
-    }
+    X3_TRY(rc, out, x3_hidden_state_load_part(path, row, n, 0, hidden, d_x, err));
+    if (selected > 0)
+        rc = x3_hidden_state_load_part(path, row, n, hidden, selected, (float *)r->batch.batch.d_selected, err);
 out:
     return rc;
 }
 
 x3_status x3_store_rows(x3_layer_runner *r, x3_hidden_state *path, size_t row, size_t n, x3_err *err)
 {
-    const x3_device_ops *ops = r->dev->ops;
     const size_t hidden = r->n_cols * r->hidden, selected = r->n_cols * r->n_selected;
-    x3_status rc = X3_OK;
+    x3_status rc;
 
-    if (selected == 0)
-        X3_TRY(rc, out, ops->download(r->dev, r->host, r->d_x, n * hidden * sizeof(float), err));
-    for (size_t i = 0; selected != 0 && i < n; i++) {
-        float *to = r->host + i * (hidden + selected);
-        X3_TRY(rc, out, ops->download(r->dev, to, r->d_x + i * hidden, hidden * sizeof(float), err));
-        X3_TRY(rc, out, ops->download(r->dev, to + hidden, r->batch.batch.d_selected + i * selected,
-                                      selected * sizeof(int32_t), err));
-    }
-    rc = x3_hidden_state_write(path, row, n, r->host, err);
+    X3_TRY(rc, out, x3_hidden_state_store_part(path, row, n, 0, hidden, r->d_x, err));
+    if (selected > 0)
+        rc = x3_hidden_state_store_part(path, row, n, hidden, selected, (const float *)r->batch.batch.d_selected, err);
 out:
     return rc;
 }

@@ -79,16 +79,19 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
 #define X3_CUDA_COUNTER_BYTES 65536
 size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_rows);
 
-/* The same for any number of rows: Wq is written out as float16 once, then one cuBLAS product with float32 sums. Pays from
- * about 256 rows. Not row-invariant (cuBLAS chooses its split by the shape). The product of a float16 y is rounded to
- * float16 once more before the last Hadamard. */
+/* The same for any number of rows: the effective weight is written out as float16 (x3_cuda_dense), then one cuBLAS product
+ * with float16 rows (rounded when they are float32: values past 65,504 become infinite) and float32 sums. Pays from about
+ * 256 rows. Not row-invariant (cuBLAS chooses its split by the shape). */
 x3_status x3_cuda_linear_gemm(const x3_cuda_info *info, x3_cuda_blas blas, const x3_cuda_group *g, const x3_cuda_rows *rows,
                               void *d_scratch, x3_cuda_stream stream, x3_err *err) X3_MUST;
-size_t x3_cuda_linear_gemm_bytes(const x3_cuda_group *g, size_t n_rows, x3_cuda_type y_type);
+size_t x3_cuda_linear_gemm_bytes(const x3_cuda_group *g, size_t n_rows, x3_cuda_type x_type);
 
 /* out [n_in_padded][n_out_padded] = Wq, the decoded codes without suh, svh and Hadamard. EXACT. */
 x3_status x3_cuda_reconstruct(const x3_cuda_info *info, const x3_cuda_group *g, void *d_out, x3_cuda_type type,
                               x3_cuda_stream stream, x3_err *err) X3_MUST;
+/* out [n_in_padded][n_out_padded] float16 = diag(suh) Hd Wq Hd diag(svh). Bound: relative error 3e-4 (two roundings). */
+x3_status x3_cuda_dense(const x3_cuda_info *info, const x3_cuda_group *g, void *d_out, x3_cuda_stream stream,
+                        x3_err *err) X3_MUST;
 
 /* ---- trellis search ---------------------------------------------------------------------------------------- */
 

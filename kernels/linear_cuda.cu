@@ -58,7 +58,7 @@ x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = overlap && info->compute_capability >= 90 ? 1 : 0;
-    if (shared_bytes > 32 * 1024)
+    if (shared_bytes > 0)
         RETURN_IF_FAILED(x3_cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                            (int)shared_bytes), what, err));
     return x3_cuda_check(cudaLaunchKernelExC(&config, kernel, args), what, err);
@@ -179,19 +179,18 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
     a->n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
 }
 
-/* Sets n_stages and the shared memory of a block; false when the shape does not fit. Folded blocks had better fit twice. */
+/* Sets n_stages and the shared memory of a block; false when the shape does not fit. */
 static bool fit(const x3_cuda_info *info, int K, linear_shape shape, linear_args *a, size_t *shared_bytes)
 {
     const size_t most_units = (size_t)(a->n_units_each + (a->n_units_more > 0));
     const size_t rest = linear_sums_bytes(shape, a->n_rows) +
                         (shape == LINEAR_FOLDED ? most_units * (size_t)a->n_rows * X3_TILE * 2 : 0) + 64;
 
-    for (int blocks = shape == LINEAR_FOLDED ? LINEAR_FOLDED_BLOCKS : 1; blocks > 0; blocks--)
-        for (a->n_stages = 4; a->n_stages >= (blocks > 1 ? 3 : 2); a->n_stages--) {
-            *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
-            if ((size_t)blocks * (*shared_bytes + 64 + 1024) <= info->shared_bytes + 1024)
-                return true;
-        }
+    for (a->n_stages = 4; a->n_stages >= 2; a->n_stages--) {
+        *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
+        if (*shared_bytes + 64 <= info->shared_bytes) /* 64: what the kernel declares itself */
+            return true;
+    }
     return false;
 }
 
@@ -236,18 +235,41 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
                         stream, args, "linear", err);
 }
 
-/* ---- reconstruction -------------------------------------------------------------------------------------------------- */
+/* ---- the weight as a matrix ------------------------------------------------------------------------------------------ */
+
+#define MATRIX_WARPS 8
+
+/* Words of two pieces a warp wait in shared memory. */
+static x3_status launch_matrix(const x3_cuda_info *info, const x3_cuda_group *g, const void *kernel, int n_pieces, int most,
+                               x3_cuda_stream stream, void **args, const char *what, x3_err *err)
+{
+    const size_t shared_bytes = (size_t)MATRIX_WARPS * 2 * STRIPE_TILES * 32 * (size_t)g->K;
+
+    return x3_cuda_launch(info, kernel, dim3((unsigned)(n_pieces < most ? n_pieces : most)), MATRIX_WARPS * X3_WARP,
+                          shared_bytes, false, stream, args, what, err);
+}
 
 x3_status x3_cuda_reconstruct(const x3_cuda_info *info, const x3_cuda_group *g, void *d_out, x3_cuda_type type,
                               x3_cuda_stream stream, x3_err *err)
 {
     linear_kernels kernels;
     int n_units = (int)(g->n_in_padded / X3_TILE), n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
+    void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes};
 
     RETURN_IF_FAILED(check_group(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
-    const int64_t pieces = (int64_t)n_units * n_stripes, most = (pieces + 7) / 8, few = 6 * (int64_t)info->n_multiprocessors;
-    void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes};
-    return x3_cuda_launch(info, kernels.reconstruct[g->codebook][type], dim3((unsigned)(most < few ? most : few)), 8 * X3_WARP, 0,
-                        false, stream, args, "reconstruct", err);
+    return launch_matrix(info, g, kernels.reconstruct[g->codebook][type], n_units / STRIPE_TILES * n_stripes,
+                         4 * info->n_multiprocessors, stream, args, "reconstruct", err);
+}
+
+x3_status x3_cuda_dense(const x3_cuda_info *info, const x3_cuda_group *g, void *d_out, x3_cuda_stream stream, x3_err *err)
+{
+    linear_kernels kernels;
+    int n_units = (int)(g->n_in_padded / X3_TILE), n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
+    void *args[] = {(void *)&g->d_words, (void *)&g->d_suh, (void *)&g->d_svh, &d_out, &n_units, &n_stripes};
+
+    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
+    return launch_matrix(info, g, kernels.dense[g->codebook], n_units / STRIPE_TILES * n_stripes, 2 * info->n_multiprocessors,
+                         stream, args, "dense weight", err);
 }

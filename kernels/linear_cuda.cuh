@@ -39,8 +39,6 @@ typedef struct linear_args {
  * Many warps hide latency where few rows leave registers free. */
 typedef enum linear_shape { LINEAR_FOLDED, LINEAR_16, LINEAR_32, LINEAR_64, LINEAR_SHAPES } linear_shape;
 
-/* Folded blocks leave room for those of the next kernel, which then have their first weights when this one ends. */
-#define LINEAR_FOLDED_BLOCKS 2
 #define LINEAR_GROUPS(s) ((s) == LINEAR_64 ? 8 : (s) == LINEAR_32 ? 4 : (s) == LINEAR_16 ? 2 : 1)
 #define LINEAR_TILES(s) 4
 #define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : 16)

@@ -1,106 +1,42 @@
-/* EXL3 linear for many rows: the codes written out as float16 once, then one cuBLAS product. The Hadamard transforms are
- * applied to the rows, which are fewer numbers than the weights up to about n_in + n_out rows.
+/* EXL3 linear for many rows: the effective weight written out as float16, then one cuBLAS product.
  *
- * What limits it: the product itself, and under it about 2 n_in n_out bytes written and read again for the codes. */
+ * What limits it: the product itself; before it, writing 2 n_in n_out bytes and the transforms of the weight, about equal. */
 #include "kernels/linear_cuda.cuh"
 
 #include <cublas_v2.h>
 
-#define ROW_WARPS 8
-#define WARP_BLOCKS 4                       /* blocks of 128 numbers a warp takes, 8 lanes each */
-#define LANE_NUMBERS (X3_HADAMARD * WARP_BLOCKS / X3_WARP)
+#define ROW_THREADS 256
 
-/* The same as hadamard_128 with 16 * (lane % 8) + e in v[e]: fewer lanes a block exchange less. */
-static __device__ __forceinline__ void hadamard_128_by_8(float v[LANE_NUMBERS], int lane)
+/* out [n_rows][ld] = x [n_rows][n] rounded to float16, four at a time; ld is n rounded up to 8. */
+static __global__ void __launch_bounds__(ROW_THREADS) round_rows(const __grid_constant__ linear_args a, __half *out, int ld)
 {
-#pragma unroll
-    for (int stride = 1; stride < LANE_NUMBERS; stride *= 2)
-#pragma unroll
-        for (int i = 0; i < LANE_NUMBERS; i++)
-            if ((i & stride) == 0) {
-                const float low = v[i], high = v[i + stride];
-                v[i] = low + high;
-                v[i + stride] = low - high;
-            }
-#pragma unroll
-    for (int stride = 1; stride < 8; stride *= 2)
-#pragma unroll
-        for (int i = 0; i < LANE_NUMBERS; i++) {
-            const float other = __shfl_xor_sync(X3_ALL_LANES, v[i], stride);
-            v[i] = lane & stride ? other - v[i] : v[i] + other;
-        }
-#pragma unroll
-    for (int i = 0; i < LANE_NUMBERS; i++)
-        v[i] *= 0.08838834764831845f;
-}
+    const size_t at = ((size_t)blockIdx.x * ROW_THREADS + threadIdx.x) * 4, row = at / ld, i = at % ld;
+    float v[4];
 
-/* The row and first column of what this lane does, when rows have n_blocks blocks of 128. */
-static __device__ __forceinline__ size_t lane_place(int n_blocks, size_t *column)
-{
-    const int lane = threadIdx.x & 31;
-    const size_t item = ((size_t)blockIdx.x * ROW_WARPS + (threadIdx.x >> 5)) * WARP_BLOCKS + (lane >> 3);
-
-    *column = item % n_blocks * X3_HADAMARD + (lane & 7) * LANE_NUMBERS;
-    return item / n_blocks;
-}
-
-/* out [n_rows][n_blocks * 128] float16 = (x * suh) Hd. */
-static __global__ void __launch_bounds__(ROW_WARPS *X3_WARP) rotate_rows(const __grid_constant__ linear_args a, __half *out)
-{
-    const int n_blocks = a.n_units_in / 8;
-    size_t i, row = lane_place(n_blocks, &i);
-    const bool some = row < (size_t)a.n_rows; /* all lanes take part in the exchanges */
-    float v[LANE_NUMBERS] = {};
-
-#pragma unroll
-    for (int e = 0; e < LANE_NUMBERS && some; e += 4) {
-        load_4(v + e, a.x, a.x_type, row * a.ldx, i + e, (size_t)a.n_in, a.x_whole);
-        scale_4(v + e, a.suh, i + e);
+    if (row < (size_t)a.n_rows) {
+        load_4(v, a.x, a.x_type, row * a.ldx, i, (size_t)a.n_in, a.x_whole);
+        store_4(v, out, X3_CUDA_F16, row * ld, i, (size_t)ld, true);
     }
-    hadamard_128_by_8(v, threadIdx.x & 31);
-#pragma unroll
-    for (int e = 0; e < LANE_NUMBERS && some; e += 4)
-        store_4(v + e, out, X3_CUDA_F16, row * n_blocks * X3_HADAMARD, i + e, (size_t)n_blocks * X3_HADAMARD, true);
-    wait_for_previous_kernel(); /* this kernel is done only when the reconstruction before it is */
+    wait_for_previous_kernel(); /* this kernel is done only when the one before it is */
 }
 
-/* y = product Hd * svh + bias; the product may lie where y goes. */
-static __global__ void __launch_bounds__(ROW_WARPS *X3_WARP)
-    finish_rows(const __grid_constant__ linear_args a, const void *product, x3_cuda_type type, size_t ld)
+static __global__ void __launch_bounds__(ROW_THREADS) add_bias(const __grid_constant__ linear_args a)
 {
-    size_t i, row = lane_place(a.n_stripes, &i);
-    const bool some = row < (size_t)a.n_rows;
-    float v[LANE_NUMBERS] = {};
+    const size_t at = (size_t)blockIdx.x * ROW_THREADS + threadIdx.x, row = at / a.n_out, i = at % a.n_out;
 
-#pragma unroll
-    for (int e = 0; e < LANE_NUMBERS && some; e += 4)
-        load_4(v + e, product, type, row * ld, i + e, (size_t)a.n_stripes * STRIPE_COLS, true);
-    hadamard_128_by_8(v, threadIdx.x & 31);
-#pragma unroll
-    for (int e = 0; e < LANE_NUMBERS && some; e += 4) {
-        scale_4(v + e, a.svh, i + e);
-        for (int j = 0; j < 4 && a.bias != NULL; j++)
-            v[e + j] += i + e + j < (size_t)a.n_out ? a.bias[i + e + j] : 0.0f;
-        store_4(v + e, a.y, a.y_type, row * a.ldy, i + e, (size_t)a.n_out, a.y_whole);
+    if (row >= (size_t)a.n_rows)
+        return;
+    if (a.y_type == X3_CUDA_F32) {
+        ((float *)a.y)[row * a.ldy + i] += a.bias[i];
+    } else {
+        __half *y = (__half *)a.y + row * a.ldy + i;
+        *y = __float2half_rn(__half2float(*y) + a.bias[i]);
     }
 }
 
-/* Blocks of threads for n_rows rows of n columns. */
-static unsigned row_grid(size_t n_rows, size_t n)
+size_t x3_cuda_linear_gemm_bytes(const x3_cuda_group *g, size_t n_rows, x3_cuda_type x_type)
 {
-    const size_t a_block = ROW_WARPS * WARP_BLOCKS;
-
-    return (unsigned)((n_rows * (n / X3_HADAMARD) + a_block - 1) / a_block);
-}
-
-static size_t value_bytes(x3_cuda_type type)
-{
-    return type == X3_CUDA_F32 ? 4 : 2;
-}
-
-size_t x3_cuda_linear_gemm_bytes(const x3_cuda_group *g, size_t n_rows, x3_cuda_type y_type)
-{
-    return g->n_in_padded * g->n_out_padded * 2 + n_rows * g->n_in_padded * 2 + n_rows * g->n_out_padded * value_bytes(y_type);
+    return g->n_in_padded * g->n_out_padded * 2 + (x_type == X3_CUDA_F32 ? n_rows * x3_round_up(g->n_in, 8) * 2 : 0);
 }
 
 static x3_status check_blas(cublasStatus_t status, const char *what, x3_err *err)
@@ -114,29 +50,35 @@ static x3_status check_blas(cublasStatus_t status, const char *what, x3_err *err
 x3_status x3_cuda_linear_gemm(const x3_cuda_info *info, x3_cuda_blas blas, const x3_cuda_group *g, const x3_cuda_rows *rows,
                               void *d_scratch, x3_cuda_stream stream, x3_err *err)
 {
-    const size_t n_rows = rows->n_rows, n_in = g->n_in_padded, n_out = g->n_out_padded;
-    __half *weight = (__half *)d_scratch, *inputs = weight + n_in * n_out;
-    cudaDataType_t type = rows->y_type == X3_CUDA_F32 ? CUDA_R_32F : CUDA_R_16F;
+    const size_t n_rows = rows->n_rows;
+    __half *weight = (__half *)d_scratch, *rounded = weight + g->n_in_padded * g->n_out_padded;
+    const void *x = rows->d_x;
+    int ldx = (int)rows->ldx;
     const float one = 1, zero = 0;
-    x3_cuda_type product_type = rows->y_type;
     linear_args a;
 
-    if (n_rows == 0 || n_rows > INT32_MAX / 2 || n_in > INT32_MAX || n_out > INT32_MAX)
-        return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows, %zu x %zu", n_rows, n_in, n_out);
-    RETURN_IF_FAILED(x3_cuda_reconstruct(info, g, weight, X3_CUDA_F16, stream, err)); /* checks the group */
+    if (n_rows == 0 || n_rows > INT32_MAX / 2 || rows->ldx > INT32_MAX || rows->ldy > INT32_MAX)
+        return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows, ld %zu and %zu", n_rows, rows->ldx, rows->ldy);
+    RETURN_IF_FAILED(x3_cuda_dense(info, g, weight, stream, err)); /* checks the group */
     x3_linear_fill_args(&a, g, rows);
-    /* straight into y where y has room for the padding and rows can be read four at a time */
-    const bool in_place = g->n_out == n_out && a.y_whole;
-    const void *product = in_place ? rows->d_y : inputs + n_rows * n_in;
-    size_t ld = in_place ? rows->ldy : n_out;
-    void *rotate_args[] = {&a, &inputs}, *finish_args[] = {&a, &product, &product_type, &ld};
-    RETURN_IF_FAILED(x3_cuda_launch(info, (const void *)rotate_rows, dim3(row_grid(n_rows, n_in)), ROW_WARPS * X3_WARP, 0, true, stream,
-                                   rotate_args, "linear, rotating inputs", err));
+    if (rows->x_type == X3_CUDA_F32) {
+        ldx = (int)x3_round_up(g->n_in, 8);
+        x = rounded;
+        void *args[] = {&a, &rounded, &ldx};
+        const size_t n_blocks = (n_rows * (size_t)ldx / 4 + ROW_THREADS - 1) / ROW_THREADS;
+        RETURN_IF_FAILED(x3_cuda_launch(info, (const void *)round_rows, dim3((unsigned)n_blocks), ROW_THREADS, 0, true, stream,
+                                        args, "linear, rounding inputs", err));
+    }
     RETURN_IF_FAILED(check_blas(cublasSetStream(blas, stream), "choosing the stream", err));
     /* row-major y = x w is column-major y' = w' x' */
-    RETURN_IF_FAILED(check_blas(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, (int)n_out, (int)n_rows, (int)n_in, &one, weight,
-                                            CUDA_R_16F, (int)n_out, inputs, CUDA_R_16F, (int)n_in, &zero, (void *)product,
-                                            type, (int)ld, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "product", err));
-    return x3_cuda_launch(info, (const void *)finish_rows, dim3(row_grid(n_rows, n_out)), ROW_WARPS * X3_WARP, 0, false, stream, finish_args,
-                        "linear, rotating outputs", err);
+    RETURN_IF_FAILED(check_blas(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, a.n_out, a.n_rows, a.n_in, &one, weight, CUDA_R_16F,
+                                             (int)g->n_out_padded, x, CUDA_R_16F, ldx, &zero, rows->d_y,
+                                             rows->y_type == X3_CUDA_F32 ? CUDA_R_32F : CUDA_R_16F, (int)rows->ldy,
+                                             CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "product", err));
+    if (g->d_bias == NULL)
+        return X3_OK;
+    void *args[] = {&a};
+    const size_t n_blocks = (n_rows * g->n_out + ROW_THREADS - 1) / ROW_THREADS;
+    return x3_cuda_launch(info, (const void *)add_bias, dim3((unsigned)n_blocks), ROW_THREADS, 0, false, stream, args,
+                          "linear, adding the bias", err);
 }

@@ -269,10 +269,15 @@ static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], con
     }
 }
 
+#ifdef X3_DEV_STAMPS
+#define STAMP(i) if (threadIdx.x == 0) ((long long *)((char *)a.counters + 32768))[blockIdx.x * 8 + (i)] = clock64()
+#else
+#define STAMP(i)
+#endif
 /* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
  * of 8 rows. */
 template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
-static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_BLOCKS : 1) linear(const __grid_constant__ linear_args a)
+static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
 {
     constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS, passes = STRIPE_TILES / TILES * N_CHAINS / WARPS;
     extern __shared__ __align__(16) uint32_t shared[];
@@ -293,6 +298,7 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_
     bits.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
     o.b[0] = opaque(o.b[0]);
     o.b[1] = opaque(o.b[1]);
+    STAMP(0);
     release_next_kernel();
     feed f = {};
     segment s = segment_first(first, last, a.n_units_in);
@@ -302,9 +308,12 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_
     feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
     for (int i = 0; i < a.n_stages - 1; i++)
         feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, chain_step, last, chain, lane);
+    STAMP(1);
     wait_for_previous_kernel();
+    STAMP(2);
     if (FOLDED)
         rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
+    STAMP(3);
 
     int now = 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
@@ -340,12 +349,15 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_
                 }
                 now = now + 1 == a.n_stages ? 0 : now + 1;
             }
+            STAMP(4);
             add_chains<GROUPS, TILES, WARPS>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
         }
         int from, to;
+        STAMP(5);
         if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
             finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
                           slot_floats, s.stripe, first_row, n_rows, warp, WARPS, lane);
+        STAMP(6);
         if (s.end == last)
             break;
     }
@@ -356,13 +368,13 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, FOLDED ? LINEAR_FOLDED_
 #define MATRIX_WARPS 8
 #define MATRIX_LD (STRIPE_COLS + 8) /* float16 a row in shared memory: 16 bytes of padding keep the banks apart */
 
-/* A 16 x 16 operand, columns of the weight across the lanes, to its place in rows of shared memory. `row` gives the row of
+/* A 16 x 16 operand, columns of the weight across the lanes, to its place in rows of shared memory. ROW gives the row of
  * index i of the operand's second dimension; words as in the A operand of mma_f16. */
-template <typename ROW> static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w[4], int lane, ROW row)
+template <int (*ROW)(int)> static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w[4], int lane)
 {
 #if __CUDA_ARCH__ >= 900
     /* lane 8 m + r gives the address of row r of block m, as stored */
-    const __half *at = to + row((lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + 8 * (lane >> 3 & 1);
+    const __half *at = to + ROW((lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + 8 * (lane >> 3 & 1);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      (uint32_t)__cvta_generic_to_shared(at)),
                  "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
@@ -372,7 +384,7 @@ template <typename ROW> static __device__ __forceinline__ void store_turned(__ha
     for (int i = 0; i < 4; i++) {
         uint32_t turned;
         asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(w[i]));
-        *(uint32_t *)(to + row((lane >> 2) + 8 * (i >> 1)) * MATRIX_LD + 8 * (i & 1) + 2 * (lane & 3)) = turned;
+        *(uint32_t *)(to + ROW((lane >> 2) + 8 * (i >> 1)) * MATRIX_LD + 8 * (i & 1) + 2 * (lane & 3)) = turned;
     }
 #endif
 }
@@ -396,29 +408,82 @@ template <typename OUT> static __device__ __forceinline__ void rows_out(const __
     }
 }
 
-/* Wq [n_units * 16][n_stripes * 128], a warp 16 x 128 at a time. */
+/* Pieces of 16 or 128 rows by 128 columns in the order of memory, every n-th one. */
+typedef struct piece_walk {
+    int row, stripe; /* in pieces */
+    int row_step, stripe_step, n_stripes;
+} piece_walk;
+
+static __device__ __forceinline__ piece_walk piece_start(int first, int step, int n_stripes)
+{
+    piece_walk w;
+
+    w.row = first / n_stripes;
+    w.stripe = first % n_stripes;
+    w.row_step = step / n_stripes;
+    w.stripe_step = step % n_stripes;
+    w.n_stripes = n_stripes;
+    return w;
+}
+
+static __device__ __forceinline__ piece_walk piece_next(piece_walk w)
+{
+    w.row += w.row_step;
+    w.stripe += w.stripe_step;
+    if (w.stripe >= w.n_stripes) {
+        w.stripe -= w.n_stripes;
+        w.row++;
+    }
+    return w;
+}
+
+#define STRIP_WORDS (STRIPE_TILES * TILE_WORDS) /* a row of tiles, 128 columns */
+
+/* Starts copying one row of tiles to shared memory, by one warp, as one group. `unit` may be past the end. */
+static __device__ __forceinline__ void fetch_strip(uint32_t *to, const uint32_t *words, int unit, int stripe, int n_units,
+                                                   int n_stripes, int lane)
+{
+    const uint32_t *from = words + ((size_t)unit * n_stripes + stripe) * STRIP_WORDS;
+
+#pragma unroll
+    for (int i = 0; i < STRIP_WORDS / 4; i += X3_WARP)
+        if (unit < n_units && (STRIP_WORDS / 4 - i >= X3_WARP || lane < STRIP_WORDS / 4 - i))
+            copy_async_16(to + (i + lane) * 4, from + (i + lane) * 4);
+    copy_async_commit();
+}
+
+/* Wq [n_units * 16][n_stripes * 128], a warp 16 x 128 at a time, the next one's words on the way meanwhile. */
 template <int CODEBOOK, typename OUT>
 static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP) reconstruct(const uint32_t *words, OUT *out, int n_units,
                                                                             int n_stripes)
 {
+    extern __shared__ __align__(16) uint32_t strips[]; /* [warp][2][STRIP_WORDS] */
     __shared__ __align__(16) __half rows[MATRIX_WARPS][X3_TILE * MATRIX_LD];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
     const ones o = ones_of<CODEBOOK>(lane);
-    const int64_t n_pieces = (int64_t)n_units * n_stripes, step = (int64_t)gridDim.x * MATRIX_WARPS;
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
+    uint32_t *mine = strips + warp * 2 * STRIP_WORDS;
+    int now = 0;
 
-    for (int64_t piece = (int64_t)blockIdx.x * MATRIX_WARPS + warp; piece < n_pieces; piece += step) {
-        const uint32_t *tiles = words + piece * STRIPE_TILES * TILE_WORDS;
+    release_next_kernel();
+    piece_walk p = piece_start(blockIdx.x * MATRIX_WARPS + warp, gridDim.x * MATRIX_WARPS, n_stripes);
+    fetch_strip(mine, words, p.row, p.stripe, n_units, n_stripes, lane);
+    for (; p.row < n_units; now ^= 1) {
+        const piece_walk next = piece_next(p);
+        fetch_strip(mine + (now ^ 1) * STRIP_WORDS, words, next.row, next.stripe, n_units, n_stripes, lane);
+        copy_async_wait<1>();
+        __syncwarp();
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++) {
             uint32_t w[4];
-            decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
-            store_turned(rows[warp] + t * X3_TILE, w, lane, tile_operand_row);
+            decode_tile<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
+            store_turned<tile_operand_row>(rows[warp] + t * X3_TILE, w, lane);
         }
         __syncwarp();
-        rows_out(rows[warp], out + piece / n_stripes * X3_TILE * n_out + piece % n_stripes * STRIPE_COLS, n_out, lane);
+        rows_out(rows[warp], out + (size_t)p.row * X3_TILE * n_out + p.stripe * STRIPE_COLS, n_out, lane);
         __syncwarp();
+        p = next;
     }
 }
 
@@ -444,6 +509,11 @@ template <int N> static __device__ __forceinline__ void hadamard_8(float x[8][N]
                 }
 }
 
+static __device__ __forceinline__ int same_row(int i)
+{
+    return i;
+}
+
 /* A 16 x 16 float32 tile [column g | g + 8][row 2 q, 2 q + 1 | + 8] of the registers of two products, rounded, to shared memory. */
 static __device__ __forceinline__ void store_tile(__half *to, const float d[8], int lane)
 {
@@ -452,7 +522,7 @@ static __device__ __forceinline__ void store_tile(__half *to, const float d[8], 
 #pragma unroll
     for (int i = 0; i < 4; i++)
         w[i] = half2_bits(__floats2half2_rn(d[2 * i], d[2 * i + 1]));
-    store_turned(to, w, lane, [](int i) { return i; });
+    store_turned<same_row>(to, w, lane);
 }
 
 /* diag(suh) Hd Wq Hd diag(svh), rounded to float16, [n_units * 16][n_stripes * 128]; a block of threads 128 x 128 at a time.
@@ -463,35 +533,45 @@ template <int CODEBOOK>
 static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
     dense(const uint32_t *words, const uint16_t *suh, const uint16_t *svh, __half *out, int n_units, int n_stripes)
 {
+    extern __shared__ __align__(16) uint32_t strips[]; /* [warp][2][STRIP_WORDS] */
     __shared__ __align__(16) __half rows[X3_HADAMARD * MATRIX_LD];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
     const ones o = ones_of<CODEBOOK>(lane);
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
+    uint32_t *mine = strips + warp * 2 * STRIP_WORDS;
     uint32_t signs[2][2]; /* rows in the order of decode_tile, by new rows g and g + 8 */
+    int now = 0;
 
 #pragma unroll
     for (int i = 0; i < 4; i++)
         signs[i >> 1][i & 1] = signs_of(g + 8 * (i >> 1), tile_operand_row(2 * q + 8 * (i & 1)),
                                         tile_operand_row(2 * q + 8 * (i & 1) + 1));
-    for (int piece = blockIdx.x; piece < n_units / STRIPE_TILES * n_stripes; piece += gridDim.x) {
-        const int stripe = piece % n_stripes, row0 = piece / n_stripes * X3_HADAMARD;
-        const uint32_t *tiles = words + ((size_t)(row0 / X3_TILE + warp) * n_stripes + stripe) * STRIPE_TILES * TILE_WORDS;
+    release_next_kernel();
+    piece_walk p = piece_start(blockIdx.x, gridDim.x, n_stripes);
+    fetch_strip(mine, words, p.row * 8 + warp, p.stripe, n_units, n_stripes, lane);
+    for (; p.row * 8 < n_units; now ^= 1) {
+        const piece_walk next = piece_next(p);
+        fetch_strip(mine + (now ^ 1) * STRIP_WORDS, words, next.row * 8 + warp, next.stripe, n_units, n_stripes, lane);
+        const uint16_t *out_scale = svh + p.stripe * STRIPE_COLS + warp * X3_TILE + g;
+        const uint16_t *in_scale = suh + p.row * X3_HADAMARD + 2 * q;
+        const __half2 scale[2] = {__half2half2(__ushort_as_half(out_scale[0])), __half2half2(__ushort_as_half(out_scale[8]))};
         float d[8][8] = {};
+        copy_async_wait<1>();
+        __syncwarp();
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++) {
             uint32_t w[4];
-            decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
+            decode_tile<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
             mma_f16(d[t], w, signs[0]);
             mma_f16(d[t] + 4, w, signs[1]);
         }
         hadamard_8<8>(d);
+        __syncthreads(); /* the rows of the last piece are out */
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++)
             store_tile(rows + warp * X3_TILE * MATRIX_LD + t * X3_TILE, d[t], lane);
         __syncthreads();
-        const __half2 scale[2] = {__half2half2(__ushort_as_half(svh[stripe * STRIPE_COLS + warp * X3_TILE + g])),
-                                  __half2half2(__ushort_as_half(svh[stripe * STRIPE_COLS + warp * X3_TILE + g + 8]))};
         uint32_t a[4]; /* signs with the output scale: exact in float16 */
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -511,21 +591,24 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
             mma_f16(d[t], a, b);
             mma_f16(d[t] + 4, a, b + 2);
         }
+        uint32_t in_scales[8][2];
+#pragma unroll
+        for (int t = 0; t < 16; t++)
+            in_scales[t / 2][t % 2] = *(const uint32_t *)(in_scale + t * 8);
         hadamard_8<8>(d);
         __syncthreads(); /* all is read */
 #pragma unroll
         for (int t = 0; t < 8; t++) {
-            const float2 low = __half22float2(*(const __half2 *)(suh + row0 + t * X3_TILE + 2 * q));
-            const float2 high = __half22float2(*(const __half2 *)(suh + row0 + t * X3_TILE + 8 + 2 * q));
+            const float2 low = __half22float2(bits_half2(in_scales[t][0])), high = __half22float2(bits_half2(in_scales[t][1]));
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 d[t][i] *= (i < 4 ? (i & 1 ? low.y : low.x) : (i & 1 ? high.y : high.x)) * (1.0f / X3_HADAMARD);
             store_tile(rows + t * X3_TILE * MATRIX_LD + warp * X3_TILE, d[t], lane);
         }
         __syncthreads();
-        rows_out(rows + warp * X3_TILE * MATRIX_LD, out + (size_t)(row0 + warp * X3_TILE) * n_out + stripe * STRIPE_COLS, n_out,
-                 lane);
-        __syncthreads();
+        rows_out(rows + warp * X3_TILE * MATRIX_LD, out + ((size_t)p.row * X3_HADAMARD + warp * X3_TILE) * n_out + p.stripe * STRIPE_COLS,
+                 n_out, lane);
+        p = next;
     }
 }
 

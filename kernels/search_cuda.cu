@@ -74,11 +74,12 @@ static x3_status launch(const x3_cuda_info *info, int K, search_args *a, void *d
         return x3_fail(err, X3_ERR_UNSUPPORTED, "the search at K = %d does not fit into %zu bytes of shared memory", K,
                        info->shared_bytes);
     const int most = (a->n_tiles + v->n_tiles - 1) / v->n_tiles;
+    const int n_blocks = most < info->n_multiprocessors ? most : info->n_multiprocessors;
     a->rows = (float *)d_scratch;
     a->block_floats = block_floats(&k, v, K);
     void *args[] = {a};
-    return x3_cuda_launch(info, v->kernel[a->codebook], dim3((unsigned)(most < info->n_multiprocessors ? most : info->n_multiprocessors)),
-                          SEARCH_THREADS, v->shared_bytes, false, stream, args, "trellis search", err);
+    return x3_cuda_launch(info, v->kernel[a->codebook], dim3((unsigned)n_blocks),
+                          v->n_threads, v->shared_bytes, false, stream, args, "trellis search", err);
 }
 
 x3_status x3_cuda_search(const x3_cuda_info *info, x3_codebook codebook, int K, const float *d_x, size_t n_tiles,

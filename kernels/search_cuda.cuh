@@ -5,7 +5,6 @@
 
 #include "kernels/cuda_common.cuh"
 
-#define SEARCH_THREADS 512
 #define SEARCH_JOIN 128 /* X3_JOIN of trellis.h, checked by the tests through equal codes */
 
 /* Where the minima of the 2^(16 - K) groups live between two positions. */
@@ -31,7 +30,7 @@ typedef struct search_args {
 /* One compiled form: tiles a block works on together, shared memory it needs. */
 typedef struct search_variant {
     const void *kernel[3]; /* by codebook */
-    int n_tiles;
+    int n_tiles, n_threads;
     search_place place;
     size_t shared_bytes;
 } search_variant;

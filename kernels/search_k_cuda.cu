@@ -1,7 +1,7 @@
 /* Trellis search for one K: compile with -DX3_K=1 .. 8. The search is that of kernels/trellis.h, operation by operation, so
  * the codes are those of the CPU.
  *
- * A block holds all 65,536 values of the codebook in its registers, 128 states a thread, as float16 (at K = 1 the minima
+ * A block holds all 65,536 values of the codebook in its registers, 64 or 128 states a thread, as float16 (at K = 1 the minima
  * take that room and values are decoded anew). A state then costs: half a conversion or less, subtract, fma, min.
  * Only the minimum that a group is reached with is kept. Every SEGMENT-th row of minima goes to device memory; the walk
  * back, by one warp a tile, computes again the few groups that lead to the known end of a segment, this time with their
@@ -23,13 +23,14 @@
 #define N_ROWS (X3_TILE_WEIGHTS / SEGMENT)              /* stored rows; row 0 is never used */
 
 /* A thread takes PER_TO successors of PER_RUN places in a run, each from PER_FROM predecessors. Where 2^K is larger,
- * SPLIT_TO threads share the successors and SPLIT_FROM neighbours the predecessors; these add a min over the lanes. */
+ * SPLIT_TO threads share the successors and SPLIT_FROM neighbours the predecessors; these add a min over the lanes.
+ * THREADS, 512 or 1024, is a parameter of the kernel. */
 #define PER_TO (N_FROM < 8 ? N_FROM : 8)
 #define PER_FROM (N_FROM < 16 ? N_FROM : 16)
-#define PER_RUN (128 / (PER_TO * PER_FROM))
+#define PER_RUN(THREADS) (X3_STATES / (THREADS) / (PER_TO * PER_FROM))
 #define SPLIT_TO (N_FROM / PER_TO)
 #define SPLIT_FROM (N_FROM / PER_FROM)
-#define PLACE_STEP (SEARCH_THREADS / (SPLIT_TO * SPLIT_FROM))
+#define PLACE_STEP(THREADS) ((THREADS) / (SPLIT_TO * SPLIT_FROM))
 
 /* Minima of neighbouring predecessors lie RUN apart: padding keeps them in different banks. */
 #define PAD (K == 5 || K == 6 ? 4 : 0)
@@ -57,20 +58,18 @@ static __device__ __forceinline__ share share_of(int thread)
     return s;
 }
 
-static __device__ __forceinline__ uint32_t share_state(share s, int run, int from, int to)
+template <int THREADS> static __device__ __forceinline__ uint32_t share_state(share s, int run, int from, int to)
 {
-    return (uint32_t)((s.first_from + from * SPLIT_FROM) << (16 - K) | (s.place + run * PLACE_STEP) << K |
+    return (uint32_t)((s.first_from + from * SPLIT_FROM) << (16 - K) | (s.place + run * PLACE_STEP(THREADS)) << K |
                       (s.first_to + to));
 }
 
-typedef uint32_t share_values[PER_RUN][PER_FROM][PER_TO / 2];
-
 /* ---- one position forward ---------------------------------------------------------------------------------------- */
 
-/* Writes the new minima of places `run` to shared memory, and to the stored row when there is one. */
-static __device__ __forceinline__ void minima_write(const float best[PER_TO], float *to, float *row, share s, int run)
+/* Writes the new minima of a place to shared memory, and to the stored row when there is one. */
+static __device__ __forceinline__ void minima_write(const float best[PER_TO], float *to, float *row, share s, int place_in_run)
 {
-    const int group = (s.place + run * PLACE_STEP) << K | s.first_to;
+    const int group = place_in_run << K | s.first_to;
     float *place = to + place_of(group);
 
     if (SPLIT_FROM > 1 && s.first_from != 0)
@@ -92,18 +91,18 @@ static __device__ __forceinline__ void minima_write(const float best[PER_TO], fl
 
 /* next[group] = min over predecessors of fma(d, d, m[predecessor]), d = value - x, for TILES tiles. `from` and `to` are
  * ROW_FLOATS a tile; `row` is the stored row of the first tile, `row_step` from the next one's, or NULL. */
-template <int CODEBOOK, int TILES, search_place PLACE>
-static __device__ __forceinline__ void step(const share_values values, const float *from, float *to, const float x[TILES],
+template <int CODEBOOK, int TILES, int THREADS, search_place PLACE>
+static __device__ __forceinline__ void step(const uint32_t (*values)[PER_FROM][PER_TO / 2], const float *from, float *to, const float x[TILES],
                                             float *row, size_t row_step, share s)
 {
-    constexpr int held = PLACE == SEARCH_IN_PLACE ? PER_RUN : 1;
+    constexpr int runs = PER_RUN(THREADS), held = PLACE == SEARCH_IN_PLACE ? runs : 1;
     float best[held][TILES][PER_TO];
 
     if (K == 1)
         s.place = (int)opaque((uint32_t)s.place);
 
 #pragma unroll
-    for (int run = 0; run < PER_RUN; run++) {
+    for (int run = 0; run < runs; run++) {
         float(*b)[PER_TO] = best[run % held];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
@@ -115,10 +114,10 @@ static __device__ __forceinline__ void step(const share_values values, const flo
             float m[TILES];
 #pragma unroll
             for (int t = 0; t < TILES; t++)
-                m[t] = from[t * ROW_FLOATS + (s.first_from + i * SPLIT_FROM) * (RUN + PAD) + s.place + run * PLACE_STEP];
+                m[t] = from[t * ROW_FLOATS + (s.first_from + i * SPLIT_FROM) * (RUN + PAD) + s.place + run * PLACE_STEP(THREADS)];
 #pragma unroll
             for (int j = 0; j < PER_TO; j += 2) {
-                const uint32_t v = K == 1 ? decode_pair<CODEBOOK>(share_state(s, run, i, j), share_state(s, run, i, j + 1))
+                const uint32_t v = K == 1 ? decode_pair<CODEBOOK>(share_state<THREADS>(s, run, i, j), share_state<THREADS>(s, run, i, j + 1))
                                           : values[run][i][j / 2];
                 /* opaque: converted ahead of the loop over positions, the values would not fit into registers */
                 const float2 value = __half22float2(bits_half2(opaque(v)));
@@ -140,15 +139,17 @@ static __device__ __forceinline__ void step(const share_values values, const flo
         if (PLACE != SEARCH_IN_PLACE)
 #pragma unroll
             for (int t = 0; t < TILES; t++)
-                minima_write(b[t], to + t * ROW_FLOATS, row == NULL ? NULL : row + t * row_step, s, run);
+                minima_write(b[t], to + t * ROW_FLOATS, row == NULL ? NULL : row + t * row_step, s,
+                             s.place + run * PLACE_STEP(THREADS));
     }
     if (PLACE == SEARCH_IN_PLACE) {
         __syncthreads();
 #pragma unroll
-        for (int run = 0; run < PER_RUN; run++)
+        for (int run = 0; run < runs; run++)
 #pragma unroll
             for (int t = 0; t < TILES; t++)
-                minima_write(best[run % held][t], to + t * ROW_FLOATS, row == NULL ? NULL : row + t * row_step, s, run);
+                minima_write(best[run % held][t], to + t * ROW_FLOATS, row == NULL ? NULL : row + t * row_step, s,
+                             s.place + run * PLACE_STEP(THREADS));
     }
     __syncthreads();
 }
@@ -313,13 +314,13 @@ static __device__ __forceinline__ void tile_output(const search_args &a, int til
 /* ---- the kernel ------------------------------------------------------------------------------------------------------ */
 
 /* Group of the lowest minimum, the lower group of equal ones. Same result in all threads. */
-static __device__ __forceinline__ int lowest_group(const float *minima, float *room_cost, int *room_group)
+template <int THREADS> static __device__ __forceinline__ int lowest_group(const float *minima, float *room_cost, int *room_group)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float best = CUDART_INF_F;
     int group = N_GROUPS;
 
-    for (int g = threadIdx.x; g < N_GROUPS; g += SEARCH_THREADS) {
+    for (int g = threadIdx.x; g < N_GROUPS; g += THREADS) {
         const float c = minima[place_of(g)];
         if (c < best) {
             best = c;
@@ -343,18 +344,18 @@ static __device__ __forceinline__ int lowest_group(const float *minima, float *r
             room_group[warp] = group;
         }
         __syncthreads();
-        best = room_cost[lane % (SEARCH_THREADS / X3_WARP)];
-        group = room_group[lane % (SEARCH_THREADS / X3_WARP)];
+        best = room_cost[lane % (THREADS / X3_WARP)];
+        group = room_group[lane % (THREADS / X3_WARP)];
     }
     return group;
 }
 
-template <int CODEBOOK, int TILES, search_place PLACE>
-static __global__ void __launch_bounds__(SEARCH_THREADS, 1) search(const __grid_constant__ search_args a)
+template <int CODEBOOK, int TILES, int THREADS, search_place PLACE>
+static __global__ void __launch_bounds__(THREADS, 1) search(const __grid_constant__ search_args a)
 {
     extern __shared__ __align__(16) float shared[];
-    __shared__ float xs[TILES][X3_TILE_WEIGHTS], room_cost[SEARCH_THREADS / X3_WARP];
-    __shared__ int room_group[SEARCH_THREADS / X3_WARP], ends[TILES];
+    __shared__ float xs[TILES][X3_TILE_WEIGHTS], room_cost[THREADS / X3_WARP];
+    __shared__ int room_group[THREADS / X3_WARP], ends[TILES];
     __shared__ uint16_t states[TILES][X3_TILE_WEIGHTS];
     __shared__ trace_room rooms[TILES];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -362,24 +363,24 @@ static __global__ void __launch_bounds__(SEARCH_THREADS, 1) search(const __grid_
     const size_t tile_floats = (size_t)N_ROWS * N_GROUPS; /* stored rows of a tile */
     float *rows = a.rows + blockIdx.x * a.block_floats;
     float *minima = PLACE == SEARCH_GLOBAL ? rows + TILES * tile_floats : shared;
-    share_values values;
+    uint32_t values[PER_RUN(THREADS)][PER_FROM][PER_TO / 2];
 
     if (K > 1)
 #pragma unroll
-        for (int i = 0; i < PER_RUN * PER_FROM * PER_TO; i++) {
+        for (int i = 0; i < PER_RUN(THREADS) * PER_FROM * PER_TO; i++) {
             const int run = i / (PER_FROM * PER_TO), from = i / PER_TO % PER_FROM, to = i % PER_TO;
-            const uint32_t state = share_state(s, run, from, to);
+            const uint32_t state = share_state<THREADS>(s, run, from, to);
             if (to % 2 == 0)
                 values[run][from][to / 2] = a.codebook == X3_CB_MUL1  ? decode_pair<X3_CB_MUL1>(state, state + 1)
                                             : a.codebook == X3_CB_MCG ? decode_pair<X3_CB_MCG>(state, state + 1)
                                                                       : decode_pair<X3_CB_3INST>(state, state + 1);
         }
     for (int tile = blockIdx.x * TILES; tile < a.n_tiles; tile += gridDim.x * TILES) {
-        for (int i = thread; i < TILES * X3_TILE_WEIGHTS; i += SEARCH_THREADS)
+        for (int i = thread; i < TILES * X3_TILE_WEIGHTS; i += THREADS)
             xs[i / X3_TILE_WEIGHTS][i % X3_TILE_WEIGHTS] = tile_input(a, tile + i / X3_TILE_WEIGHTS, i % X3_TILE_WEIGHTS);
         for (int pass = 0; pass < 2; pass++) { /* joining, then constrained */
             const int shift = pass == 0 ? X3_TILE_WEIGHTS - SEARCH_JOIN : 0, stop = pass == 0 ? SEARCH_JOIN : 0;
-            for (int i = thread; i < TILES * ROW_FLOATS; i += SEARCH_THREADS)
+            for (int i = thread; i < TILES * ROW_FLOATS; i += THREADS)
                 minima[i] = pass == 0 || i % ROW_FLOATS == place_of(ends[i / ROW_FLOATS]) ? 0 : CUDART_INF_F;
             __syncthreads();
             for (int p = 0; p < X3_TILE_WEIGHTS; p++) {
@@ -388,13 +389,13 @@ static __global__ void __launch_bounds__(SEARCH_THREADS, 1) search(const __grid_
                 float x[TILES];
                 for (int t = 0; t < TILES; t++)
                     x[t] = xs[t][(p + shift) & 255];
-                step<CODEBOOK, TILES, PLACE>(values, minima + (two && p % 2 == 1 ? TILES * ROW_FLOATS : 0),
+                step<CODEBOOK, TILES, THREADS, PLACE>(values, minima + (two && p % 2 == 1 ? TILES * ROW_FLOATS : 0),
                                              minima + (two && p % 2 == 0 ? TILES * ROW_FLOATS : 0), x,
                                              store ? rows + (size_t)((p + 1) / SEGMENT) * N_GROUPS : NULL, tile_floats, s);
             }
             if (pass == 0)
                 for (int t = 0; t < TILES; t++) {
-                    const int group = lowest_group(minima + t * ROW_FLOATS, room_cost, room_group);
+                    const int group = lowest_group<THREADS>(minima + t * ROW_FLOATS, room_cost, room_group);
                     if (thread == 0)
                         ends[t] = group;
                 }
@@ -419,14 +420,15 @@ static __global__ void __launch_bounds__(SEARCH_THREADS, 1) search(const __grid_
 /* ---- the table of this K ----------------------------------------------------------------------------------------------- */
 
 /* At K > 1 the codebook is looked at only once a launch: one kernel serves all three. */
-template <int TILES, search_place PLACE> static void add(search_kernels *k)
+template <int TILES, int THREADS, search_place PLACE> static void add(search_kernels *k)
 {
     search_variant *v = &k->variants[k->n_variants++];
 
-    v->kernel[X3_CB_3INST] = (const void *)search<K == 1 ? X3_CB_3INST : 0, TILES, PLACE>;
-    v->kernel[X3_CB_MCG] = (const void *)search<K == 1 ? X3_CB_MCG : 0, TILES, PLACE>;
-    v->kernel[X3_CB_MUL1] = (const void *)search<K == 1 ? X3_CB_MUL1 : 0, TILES, PLACE>;
+    v->kernel[X3_CB_3INST] = (const void *)search<K == 1 ? X3_CB_3INST : 0, TILES, THREADS, PLACE>;
+    v->kernel[X3_CB_MCG] = (const void *)search<K == 1 ? X3_CB_MCG : 0, TILES, THREADS, PLACE>;
+    v->kernel[X3_CB_MUL1] = (const void *)search<K == 1 ? X3_CB_MUL1 : 0, TILES, THREADS, PLACE>;
     v->n_tiles = TILES;
+    v->n_threads = THREADS;
     v->place = PLACE;
     v->shared_bytes = PLACE == SEARCH_GLOBAL ? 0 : (PLACE == SEARCH_TWO_BUFFERS ? 2 : 1) * TILES * ROW_FLOATS * sizeof(float);
 }
@@ -439,16 +441,19 @@ void NAME(X3_K)(search_kernels *out)
     out->n_variants = 0;
     out->segment = SEGMENT;
 #if X3_K == 1
-    add<1, SEARCH_IN_PLACE>(out);
-    add<1, SEARCH_GLOBAL>(out);
+    add<1, 1024, SEARCH_IN_PLACE>(out);
+    add<1, 1024, SEARCH_GLOBAL>(out);
 #elif X3_K == 2
-    add<1, SEARCH_IN_PLACE>(out);
+#ifndef X3_DEV
+    add<1, 1024, SEARCH_TWO_BUFFERS>(out);
+#endif
+    add<1, 512, SEARCH_IN_PLACE>(out);
 #elif X3_K == 3
-    add<2, SEARCH_TWO_BUFFERS>(out);
-    add<1, SEARCH_TWO_BUFFERS>(out);
+    add<2, 512, SEARCH_TWO_BUFFERS>(out);
+    add<1, 512, SEARCH_TWO_BUFFERS>(out);
 #else
-    add<4, SEARCH_TWO_BUFFERS>(out);
-    add<2, SEARCH_TWO_BUFFERS>(out);
-    add<1, SEARCH_TWO_BUFFERS>(out);
+    add<4, 512, SEARCH_TWO_BUFFERS>(out);
+    add<2, 512, SEARCH_TWO_BUFFERS>(out);
+    add<1, 512, SEARCH_TWO_BUFFERS>(out);
 #endif
 }

@@ -140,29 +140,75 @@ out:
     return rc;
 }
 
-static x3_status save_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err)
+/* Bytes a second that hidden states are taken to be written, hashed and synced with. */
+#define SAVE_RATE 5e8
+
+/* Hidden states can be larger than a layer takes to compute: they are left behind only when that costs at most a tenth of the
+ * time since they were last, so a kill loses that much at most. On disk they lie anyway. */
+static bool worth_saving(const x3_job *job)
 {
-    cJSON *record = cJSON_CreateObject(), *hidden = cJSON_CreateObject();
+    const double cost = (double)job->summary.hidden_bytes / SAVE_RATE;
+
+    return job->summary.hidden_place == X3_HIDDEN_DISK || cost < 0.2 || x3_seconds() - job->saved_at > 10 * cost;
+}
+
+/* The states after a layer, with their hashes in its record. */
+static x3_status save_states(x3_job *job, cJSON *record, x3_err *err)
+{
+    cJSON *hidden = cJSON_CreateObject();
     uint64_t hash;
-    char step[32];
     x3_status rc;
 
     X3_TRY(rc, out, x3_json_add(record, "hidden", hidden, err));
-    X3_TRY(rc, out, x3_json_add(record, "groups", cJSON_Duplicate(entries, true), err));
     X3_TRY(rc, out, x3_hidden_state_advance(job->quantized, &hash, err));
     X3_TRY(rc, out, x3_json_add_hash(hidden, "quantized", hash, err));
     if (job->original != NULL) {
         X3_TRY(rc, out, x3_hidden_state_advance(job->original, &hash, err));
         X3_TRY(rc, out, x3_json_add_hash(hidden, "original", hash, err));
     }
-    snprintf(step, sizeof step, "layer-%05zu", layer);
-    X3_TRY(rc, out, save_record(job, step, x3_job_first_group(job, layer), job->source->model->layers[layer].n_linears, record,
-                                err));
-    X3_TRY(rc, out, x3_hidden_state_drop(job->quantized, layer, err));
-    if (job->original != NULL)
-        rc = x3_hidden_state_drop(job->original, layer, err);
 out:
-    cJSON_Delete(record);
+    return rc;
+}
+
+/* Records of this layer and of those before it that have none yet, the last first: a job that is killed between them finds
+ * no record of the first and goes on from the states before it, which go last. */
+static x3_status save_pending(x3_job *job, size_t layer, x3_err *err)
+{
+    char step[32];
+    x3_status rc;
+
+    for (size_t i = layer + 1; i-- > 0 && job->pending[i] != NULL;) {
+        snprintf(step, sizeof step, "layer-%05zu", i);
+        X3_TRY(rc, out, save_record(job, step, x3_job_first_group(job, i), job->source->model->layers[i].n_linears, job->pending[i],
+                                    err));
+        cJSON_Delete(job->pending[i]);
+        job->pending[i] = NULL;
+    }
+    X3_TRY(rc, out, x3_hidden_state_drop(job->quantized, job->saved_layer, err));
+    if (job->original != NULL)
+        X3_TRY(rc, out, x3_hidden_state_drop(job->original, job->saved_layer, err));
+    job->saved_layer = layer + 1;
+    job->saved_at = x3_seconds();
+out:
+    return rc;
+}
+
+static x3_status save_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err)
+{
+    cJSON *record = cJSON_CreateObject();
+    x3_status rc;
+
+    job->pending[layer] = record;
+    X3_TRY(rc, out, x3_json_add(record, "groups", cJSON_Duplicate(entries, true), err));
+    if (!worth_saving(job)) {
+        x3_hidden_state_pass(job->quantized);
+        if (job->original != NULL)
+            x3_hidden_state_pass(job->original);
+        goto out;
+    }
+    X3_TRY(rc, out, save_states(job, record, err));
+    rc = save_pending(job, layer, err);
+out:
     return rc;
 }
 
@@ -203,12 +249,13 @@ out:
 static x3_status create_states(x3_job *job, x3_err *err)
 {
     const size_t floats = x3_state_floats(job->source->model, job->o.cols);
-    const bool in_ram = job->summary.hidden_in_ram;
+    const x3_hidden_place place = job->summary.hidden_place;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_hidden_state_create(&job->quantized, job->work, "quantized", job->n_rows, floats, in_ram, err));
+    X3_TRY(rc, out, x3_alloc(&job->pending, job->source->model->n_layers, sizeof *job->pending, err));
+    X3_TRY(rc, out, x3_hidden_state_create(&job->quantized, job->dev, job->work, "quantized", job->n_rows, floats, place, err));
     if (job->o.quant.target_blend > 0)
-        rc = x3_hidden_state_create(&job->original, job->work, "original", job->n_rows, floats, in_ram, err);
+        rc = x3_hidden_state_create(&job->original, job->dev, job->work, "original", job->n_rows, floats, place, err);
 out:
     return rc;
 }
@@ -242,6 +289,7 @@ static x3_status restore_layers(x3_job *job, size_t *next, x3_err *err)
         goto out;
     }
     x3_job_note(job, "going on after %zu finished layers", *next);
+    job->saved_layer = *next;
     const cJSON *hidden = x3_json_get(last, "hidden");
     X3_TRY(rc, out, x3_record_hash(hidden, "quantized", job->work, &hash, err));
     X3_TRY(rc, out, x3_hidden_state_restore(job->quantized, *next, hash, err));
@@ -277,7 +325,6 @@ static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
             X3_TRY(rc, out, x3_load_rows(r, path == 1 ? job->original : job->quantized, row, n, d_x, err));
             X3_TRY(rc, out, job->dev->ops->rms_norm(job->dev, d_x, m->hidden, positions, m->hidden, d_norm, m->norm_eps, d_x,
                                                     m->hidden, err));
-            X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
         }
         X3_TRY(rc, out, x3_hessian_add(*h, r->d_x, d_original, positions, err));
     }
@@ -461,6 +508,7 @@ x3_status x3_job_run(x3_job *job, x3_err *err)
     X3_TIMED(job, X3_STAGE_COPY, rc, out, copy_kept(job, err));
     X3_TRY(rc, out, create_states(job, err));
     X3_TRY(rc, out, restore_layers(job, &next, err));
+    job->saved_at = x3_seconds();
     X3_TRY(rc, out, x3_layer_runner_create(&job->runner, job->dev, job->source->model, job->n_rows, job->o.cols, err));
     for (; next < job->source->model->n_layers; next++)
         X3_TRY(rc, out, run_layer(job, next, err));

@@ -12,6 +12,7 @@
 
 #include "calib/capture.h"
 #include "calib/corpus.h"
+#include "calib/hidden_state.h"
 #include "quant/allocate.h"
 #include "quant/quantize.h"
 #include "runtime/checkpoint.h"
@@ -63,8 +64,9 @@ typedef struct x3_job_summary {
     double body_bits;
     int head_bits;
     size_t n_shards, rows, cols, n_padded_linears;
-    uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget */
-    bool hidden_in_ram;
+    uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget, of the host */
+    uint64_t device_bytes, device_free; /* estimate, and what is free, on a device with memory of its own; else 0 */
+    x3_hidden_place hidden_place;
     size_t n_experts, experts_at_once, expert_passes; /* of the layer with most; 0: none. Experts whose Hessians are held
                                                        * together, and runs over the text a layer that follow from it */
     bool own_hessians;

@@ -33,6 +33,9 @@ struct x3_job {
     /* while running */
     x3_layer_runner runner;
     x3_hidden_state *quantized, *original;
+    cJSON **pending;       /* [n_layers], records of finished layers whose states have not been left behind yet */
+    size_t saved_layer;    /* layers before the states that were */
+    double saved_at;
     cJSON *groups;  /* entries of the receipt, in order of the model */
     double done;    /* weights encoded */
     double started, stage_seconds[X3_N_STAGES];

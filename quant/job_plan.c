@@ -244,25 +244,92 @@ static size_t planned_rows(const x3_job *job)
     return job->n_rows == 0 ? job->o.rows : job->n_rows;
 }
 
-/* Hidden states go to disk when they do not fit beside an eighth of a layer's experts: every pass over the text for some
- * more experts costs a run through attention. */
+/* What the device's operations need for themselves: the most that any group of linears asks for. */
+static uint64_t own_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
+    uint64_t most = 0;
+
+    if (job->dev->ops->own_bytes == NULL)
+        return 0;
+    most = job->dev->ops->own_bytes(job->dev, m->hidden, m->vocab, rows);
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears;) {
+            const x3_linear_desc *first = &m->layers[i].linears[j];
+            size_t n_out = 0;
+            for (; j < m->layers[i].n_linears && m->layers[i].linears[j].input == first->input; j++)
+                n_out += x3_round_up(m->layers[i].linears[j].n_out, 128);
+            most = x3_max_size(most, job->dev->ops->own_bytes(job->dev, first->n_in, n_out, rows));
+        }
+    return most;
+}
+
+/* Host memory beside a device that has its own: float32 of the largest weight, rows on their way, the libraries. */
+static uint64_t host_bytes(const x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    uint64_t largest = (uint64_t)m->vocab * m->hidden;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        for (size_t j = 0; j < m->layers[i].n_linears; j++)
+            largest = x3_max_size(largest, m->layers[i].linears[j].n_in * m->layers[i].linears[j].n_out);
+    return 2 * sizeof(float) * (largest + 8192 * m->hidden) + ((uint64_t)1 << 30);
+}
+
+/* Hidden states go further away (device, host, disk) when they do not fit beside an eighth of a layer's experts: every pass
+ * over the text for some more experts costs a run through attention. */
+static bool fits_with_states(const x3_job *job, uint64_t bytes, uint64_t budget, size_t at_once)
+{
+    return bytes <= budget && 8 * at_once >= job->summary.n_experts;
+}
+
+static void estimate_on_host(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+
+    s->hidden_place = X3_HIDDEN_HOST;
+    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, at_once);
+    if (fits_with_states(job, s->peak_bytes, s->memory_bytes, *at_once))
+        return;
+    s->hidden_place = X3_HIDDEN_DISK;
+    s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, at_once);
+}
+
+/* A device with memory of its own, of which a tenth is left: allocations take more than they ask for. */
+static void estimate_on_device(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+    const uint64_t budget = job->dev->capacity_bytes / 10 * 9;
+
+    s->device_free = job->dev->capacity_bytes;
+    s->peak_bytes = host_bytes(job);
+    s->hidden_place = X3_HIDDEN_DEVICE;
+    s->device_bytes = fit_experts(job, fixed + s->hidden_bytes, head, budget, at_once);
+    if (fits_with_states(job, s->device_bytes, budget, *at_once))
+        return;
+    s->device_bytes = fit_experts(job, fixed, head, budget, at_once);
+    s->hidden_place = s->peak_bytes + s->hidden_bytes <= s->memory_bytes ? X3_HIDDEN_HOST : X3_HIDDEN_DISK;
+    if (s->hidden_place == X3_HIDDEN_HOST)
+        s->peak_bytes += s->hidden_bytes;
+}
+
 static void estimate_memory(x3_job *job)
 {
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    const uint64_t fixed = (64u << 20) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
-    const uint64_t head = head_bytes(job);
+    const uint64_t fixed = (64u << 20) + own_bytes(job) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
     size_t at_once;
 
     s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
-    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, &at_once);
-    s->hidden_in_ram = s->peak_bytes <= s->memory_bytes && 8 * at_once >= s->n_experts;
-    if (!s->hidden_in_ram)
-        s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, &at_once);
+    if (job->dev->capacity_bytes > 0)
+        estimate_on_device(job, fixed, head_bytes(job), &at_once);
+    else
+        estimate_on_host(job, fixed, head_bytes(job), &at_once);
     s->experts_at_once = s->n_experts == 0 ? 0 : at_once;
     s->expert_passes = s->n_experts == 0 ? 0 : (s->n_experts + at_once - 1) / at_once;
     s->own_hessians = job->experts.own;
@@ -437,6 +504,11 @@ static x3_status check_space(const x3_job *job, x3_err *err)
                        "memory: %.2f GB are needed with the hidden states on disk, the budget is %.2f GB; fewer --cols, or a "
                        "larger --memory",
                        (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
+    if (s->device_bytes > s->device_free)
+        return x3_fail(err, X3_ERR_MEMORY,
+                       "%s: %llu bytes of device memory are needed, %llu are free; fewer --cols or --target-blend 0 need less, "
+                       "--device cpu uses the host's memory",
+                       job->dev->name, (unsigned long long)s->device_bytes, (unsigned long long)s->device_free);
     if (!job->o.resume && s->out_free < s->out_needed)
         return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
                        (double)s->out_needed / 1e9, (double)s->out_free / 1e9);
@@ -545,6 +617,9 @@ void x3_job_close(x3_job *job)
     x3_layer_runner_free(&job->runner);
     x3_hidden_state_free(job->quantized);
     x3_hidden_state_free(job->original);
+    for (size_t i = 0; job->pending != NULL && i < job->source->model->n_layers; i++)
+        cJSON_Delete(job->pending[i]);
+    free(job->pending);
     x3_pack_writer_free(job->writer);
     x3_pack_plan_free(job->plan);
     x3_allocation_free(&job->allocation);

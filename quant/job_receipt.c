@@ -113,6 +113,12 @@ static x3_status add_seconds(cJSON *j, const x3_job *job, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "stage_seconds", stages, err));
     for (int i = 0; i < X3_N_STAGES; i++)
         X3_TRY(rc, out, x3_json_add(stages, names[i], cJSON_CreateNumber(job->stage_seconds[i]), err));
+    if (job->dev->capacity_bytes > 0) { /* a device that measures its time */
+        cJSON *busy = cJSON_CreateObject();
+        X3_TRY(rc, out, x3_json_add(j, "device_seconds", busy, err));
+        for (int i = 0; i < X3_N_WORKS; i++)
+            X3_TRY(rc, out, x3_json_add(busy, x3_work_name((x3_work)i), cJSON_CreateNumber(job->dev->busy_seconds[i]), err));
+    }
 out:
     return rc;
 }

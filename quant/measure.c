@@ -90,7 +90,7 @@ out:
 
 x3_status x3_measure_states(const struct x3_measure *s, const struct x3_measured_rows *r, x3_hidden_state **out, x3_err *err)
 {
-    return x3_hidden_state_create(out, "", "measured", r->n, x3_state_floats(s->source->model, r->cols), true, err);
+    return x3_hidden_state_create(out, s->dev, "", "measured", r->n, x3_state_floats(s->source->model, r->cols), s->place, err);
 }
 
 static x3_status embed(const struct x3_measure *s, struct x3_measured_rows *r, x3_err *err)
@@ -144,14 +144,13 @@ static void close_head(struct x3_measure *s, struct head *h)
     free(h->row_kl);
 }
 
-static x3_status logits_of(struct x3_measure *s, struct head *h, const x3_hidden_state *states, size_t row, size_t first,
+static x3_status logits_of(struct x3_measure *s, struct head *h, x3_hidden_state *states, size_t row, size_t first,
                            float *d_logits, x3_err *err)
 {
     const x3_model *m = s->source->model;
-    const float *from = states->ram + row * states->row_floats + first * m->hidden;
     x3_status rc;
 
-    X3_TRY(rc, out, s->dev->ops->upload(s->dev, h->d_x, from, CHUNK * m->hidden * sizeof *from, err));
+    X3_TRY(rc, out, x3_hidden_state_load_part(states, row, 1, first * m->hidden, CHUNK * m->hidden, h->d_x, err));
     X3_TRY(rc, out, s->dev->ops->rms_norm(s->dev, h->d_x, m->hidden, CHUNK, m->hidden, h->d_norm, m->norm_eps, h->d_x,
                                           m->hidden, err));
     rc = s->dev->ops->linear(s->dev, &h->weight, h->d_x, m->hidden, CHUNK, d_logits, m->vocab, err);
@@ -382,10 +381,27 @@ out:
 
 /* ---- the whole ---- */
 
+/* Where states stay, and how many paths that holds: half of the device's memory, the rest is for a layer; else the budget of
+ * the host, when the device cannot hold the paths of one layer or uses the host's memory. */
+static void place_states(struct x3_measure *s)
+{
+    const x3_model *m = s->source->model;
+    const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
+    const uint64_t clean = path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    uint64_t budget = s->o.memory_bytes;
+    size_t most = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        most = x3_max_size(most, x3_measure_paths_of(&m->layers[i]));
+    s->place = clean + most * path <= s->dev->capacity_bytes / 2 ? X3_HIDDEN_DEVICE : X3_HIDDEN_HOST;
+    if (budget == 0)
+        budget = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 2;
+    s->max_paths = s->place == X3_HIDDEN_DEVICE ? (s->dev->capacity_bytes / 2 - clean) / path : budget / path + 1;
+}
+
 static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *err)
 {
     const x3_model *m;
-    uint64_t budget = s->o.memory_bytes;
     x3_status rc;
 
     X3_TRY(rc, out, x3_device_open(&s->dev, s->o.device, s->o.n_threads, err));
@@ -396,13 +412,11 @@ static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *er
     }
     m = s->source->model;
     X3_TRY(rc, out, read_rows(s, err));
+    place_states(s);
     X3_TRY(rc, out, x3_measure_states(s, &s->calibration, &s->calibration.clean, err));
     X3_TRY(rc, out, x3_measure_states(s, &s->scored, &s->scored.clean, err));
     X3_TRY(rc, out, x3_layer_runner_create(&s->calibration.runner, s->dev, m, s->calibration.n, s->calibration.cols, err));
     X3_TRY(rc, out, x3_layer_runner_create(&s->scored.runner, s->dev, m, s->scored.n, X3_MEASURE_COLS, err));
-    if (budget == 0)
-        budget = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 2;
-    s->max_paths = budget / (sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS)) + 1;
     size_t most = 0;
     for (size_t i = 0; i < m->n_layers; i++)
         most += x3_measure_paths_of(&m->layers[i]);

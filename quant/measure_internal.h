@@ -37,6 +37,7 @@ struct x3_measure {
     struct x3_measured_rows calibration, scored;
     struct x3_measured_path *paths; /* of this pass */
     size_t n_paths, max_paths;
+    x3_hidden_place place; /* of all states: the device's memory or the host's */
     cJSON *file, *linears; /* the file and its list, borrowed */
     double done, total;    /* layer runs of one path, for progress */
 };

@@ -146,8 +146,7 @@ static x3_status begin_path(struct layer_work *t, const struct unit *u, x3_err *
     s->n_paths++;
     X3_TRY(rc, out, x3_measure_states(s, &s->scored, &p->states, err));
     X3_TRY(rc, out, x3_alloc(&old, u->n, sizeof *old, err));
-    for (size_t i = 0; i < s->scored.n; i++)
-        X3_TRY(rc, out, x3_hidden_state_write(p->states, i, 1, s->scored.clean->ram + i * p->states->row_floats, err));
+    X3_TRY(rc, out, x3_hidden_state_copy(p->states, s->scored.clean, err));
     for (size_t i = 0; i < u->n; i++) {
         const size_t at = u->first + i * u->stride;
         p->members[i] = (struct x3_measured_member){&t->l->linears[at], 1, t->noisy[at].error_source};

@@ -97,6 +97,9 @@ x3_status x3_quant_factor(const x3_quant_input *in, const float *input, float *d
 x3_status x3_quant_refit(const x3_quant_input *in, const float *d_tt, const float *d_q, size_t n_out, size_t n_out_padded,
                          int rounds, float *suh, float *svh, x3_err *err) X3_MUST;
 
+/* The diagonal of a [n][n], to host memory. */
+x3_status x3_quant_diagonal(x3_device *dev, const float *d_a, size_t n, float *out, x3_err *err) X3_MUST;
+
 /* sum over outputs of e_j' (A - damping) e_j, and sum of squares of e; e [n_padded][n_cols] in device memory. */
 x3_status x3_quant_error(const x3_quant_input *in, const float *d_e, size_t n_cols, double *output_error,
                          double *squares, x3_err *err) X3_MUST;

@@ -59,11 +59,9 @@ static x3_status fit_inputs(struct refit *f, float *suh, const float *svh, x3_er
     X3_TRY(rc, out, ops->multiply(f->dev, f->d_normal, f->in->d_a, n * n, err));
     X3_TRY(rc, out, ops->row_dots(f->dev, f->d_m, f->d_at, n, f->cols, f->d_sums, err));
     X3_TRY(rc, out, ops->download(f->dev, f->sums, f->d_sums, n * sizeof(double), err));
-    for (size_t i = 0; i < n; i++) {
-        float d;
-        X3_TRY(rc, out, ops->download(f->dev, &d, f->d_normal + i * n + i, sizeof d, err));
-        eps += 1e-3 * d / (double)n;
-    }
+    X3_TRY(rc, out, x3_quant_diagonal(f->dev, f->d_normal, n, diagonal, err));
+    for (size_t i = 0; i < n; i++)
+        eps += 1e-3 * diagonal[i] / (double)n;
     if (!(eps > 0))
         goto out;
     for (size_t i = 0; i < n; i++) {

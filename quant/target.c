@@ -9,6 +9,19 @@
  * positive definite, so that the search may push errors of the real inputs of the same 128-block into them. */
 #define PADDING_DIAGONAL 1e-3
 
+x3_status x3_quant_diagonal(x3_device *dev, const float *d_a, size_t n, float *out, x3_err *err)
+{
+    float *d_row = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_device_floats(dev, &d_row, n, err));
+    X3_TRY(rc, out, dev->ops->copy_2d(dev, d_row, 1, d_a, n + 1, n, 1, err));
+    rc = dev->ops->download(dev, out, d_row, n * sizeof *out, err);
+out:
+    x3_device_free(dev, d_row);
+    return rc;
+}
+
 static x3_status mean_diagonal(const x3_hessian *h, double *mean, x3_err *err)
 {
     float *row = NULL;
@@ -16,8 +29,7 @@ static x3_status mean_diagonal(const x3_hessian *h, double *mean, x3_err *err)
 
     *mean = 0;
     X3_TRY(rc, out, x3_alloc(&row, h->n, sizeof *row, err));
-    for (size_t i = 0; i < h->n; i++)
-        X3_TRY(rc, out, h->dev->ops->download(h->dev, row + i, h->d_a + i * h->n + i, sizeof *row, err));
+    X3_TRY(rc, out, x3_quant_diagonal(h->dev, h->d_a, h->n, row, err));
     for (size_t i = 0; i < h->n; i++)
         *mean += row[i] / (double)h->n;
 out:

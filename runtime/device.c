@@ -3,13 +3,34 @@
 #include <stdlib.h>
 #include <string.h>
 
+const char *x3_work_name(x3_work work)
+{
+    static const char *const names[X3_N_WORKS] = {"transfer", "linear", "attention", "rows", "moments", "product", "factor",
+                                                  "matrix", "encode", "score"};
+
+    return names[work];
+}
+
+static x3_status open_cuda(x3_device **out, int index, x3_err *err)
+{
+#ifdef X3_CUDA
+    return x3_device_open_cuda(out, index, err);
+#else
+    (void)out;
+    return x3_fail(err, X3_ERR_UNSUPPORTED, "device cuda:%d: this program was built without CUDA (make cuda builds one with "
+                   "it); --device cpu", index);
+#endif
+}
+
 x3_status x3_device_open(x3_device **out, const char *spec, int n_threads, x3_err *err)
 {
     *out = NULL;
     if (strcmp(spec, "cpu") == 0)
         return x3_device_open_cpu(out, n_threads, err);
-    if (strncmp(spec, "cuda", 4) == 0 && (spec[4] == '\0' || spec[4] == ':'))
-        return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s: this version computes on the CPU only", spec);
+    if (strcmp(spec, "cuda") == 0)
+        return open_cuda(out, 0, err);
+    if (strncmp(spec, "cuda:", 5) == 0 && strlen(spec) > 5 && strlen(spec) < 9 && strspn(spec + 5, "0123456789") == strlen(spec + 5))
+        return open_cuda(out, atoi(spec + 5), err);
     return x3_fail(err, X3_ERR_INPUT, "device \"%s\" is unknown: cpu or cuda[:N]", spec);
 }
 

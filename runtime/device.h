@@ -160,8 +160,29 @@ typedef struct x3_ldlq_job {
     uint32_t *d_words; /* [n_in / 16][n_out / 16][8 * K], or NULL */
 } x3_ldlq_job;
 
+/* What a device spends its time on. */
+typedef enum x3_work {
+    X3_WORK_TRANSFER,  /* uploads, downloads, copies */
+    X3_WORK_LINEAR,
+    X3_WORK_ATTENTION,
+    X3_WORK_ROWS,      /* norms, rope, activations, sums */
+    X3_WORK_MOMENTS,   /* gram, checks for values that are not finite */
+    X3_WORK_PRODUCT,   /* gemm */
+    X3_WORK_FACTOR,    /* spd_solve, block_ldl */
+    X3_WORK_MATRIX,    /* element-wise, transposes, Hadamard, sums */
+    X3_WORK_ENCODE,    /* ldlq */
+    X3_WORK_SCORE,
+    X3_N_WORKS
+} x3_work;
+
+const char *x3_work_name(x3_work work);
+
 typedef struct x3_device_ops {
     void (*destroy)(x3_device *dev);
+
+    /* Device memory that the operations need for themselves, at most, on linears that share an input of n_in numbers and
+     * have n_out outputs together, with n_rows rows at a time. NULL: little. */
+    uint64_t (*own_bytes)(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows);
 
     /* ---- memory ---- */
     x3_status (*alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err); /* zeroed */
@@ -287,8 +308,13 @@ struct x3_device {
     char name[96];        /* for people and receipts: "cpu avx2, 2 threads" */
     char kernel_set[96];  /* what the bytes may depend on: "cpu OpenBLAS Zen avx2" */
     size_t used_bytes, peak_bytes;
+    double busy_seconds[X3_N_WORKS]; /* up to the last sync, where the device measures it (CUDA) */
+    size_t capacity_bytes; /* memory of its own that was free when it was opened; 0: it uses the host's */
     /* linear sums over inputs in another, equally valid order: what this changes is the noise floor of a score */
     bool reverse_sums;
+    /* linears give a row the same bits whatever rows come with it. Always so on the CPU; on CUDA it costs speed beyond 128
+     * rows, and EXL3 linears then round their rotated inputs to float16 */
+    bool row_invariant;
 };
 
 /* spec is "cpu", "cuda" or "cuda:N". n_threads is for host work; 0 means one a processor. */
@@ -302,5 +328,7 @@ void x3_device_free(x3_device *dev, void *p);
 
 /* Used by x3_device_open. */
 x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err) X3_MUST;
+/* GPU number `index`; present in builds with CUDA (X3_CUDA). */
+x3_status x3_device_open_cuda(x3_device **out, int index, x3_err *err) X3_MUST;
 
 #endif

@@ -16,6 +16,7 @@ x3_status x3_generator_create(x3_generator **out, x3_device *dev, const x3_check
     g->dev = dev;
     g->c = c;
     g->max_positions = max_positions;
+    dev->row_invariant = true; /* a sequence gets the same logits however it is fed */
     X3_TRY(rc, out, x3_alloc(&g->layers, m->n_layers, sizeof *g->layers, err));
     X3_TRY(rc, out, x3_alloc(&g->kv, m->n_layers, sizeof *g->kv, err));
     X3_TRY(rc, out, x3_alloc(&g->pages, n_pages, sizeof *g->pages, err));

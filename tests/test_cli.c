@@ -218,6 +218,9 @@ X3_TEST(cli_report_names_what_a_receipt_lacks_and_writes_nothing)
     snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
     write_score("bad.json", "00000000000000aa", "\"low\"");
     EXPECT(1, "bad.json: \"kl.mean\" is missing or not a number", "exl3-eval report %s/bad.json --out %s/page.html", at.dir, at.dir);
+    write_score("hash.json", "<script src=//a>", "0.25"); /* 16 bytes, too */
+    EXPECT(1, "hash.json: \"reference.xxh3\" is not 16 hexadecimal digits", "exl3-eval report %s/hash.json --out %s/page.html", at.dir,
+           at.dir);
     x3_test_write(x3_test_path(at.dir, "none.json"), "{\"a\": 1}", 8);
     EXPECT(1, "none.json: is neither the receipt of a score nor that of a pack", "exl3-eval report %s/none.json --out %s/page.html",
            at.dir, at.dir);

@@ -100,11 +100,11 @@ X3_TEST(job_gives_the_same_bytes_with_one_and_two_threads_and_with_states_on_dis
     x3_findings findings = {0};
     x3_job *job = NULL;
     CHECK_OK(x3_job_open(&job, o, NULL, &findings, &err), &err);
-    CHECK(x3_job_describe(job)->hidden_in_ram);
+    CHECK(x3_job_describe(job)->hidden_place == X3_HIDDEN_HOST);
     o->memory_bytes = x3_job_describe(job)->peak_bytes - 1;
     x3_job_close(job);
     CHECK_OK(x3_job_open(&job, o, NULL, &findings, &err), &err);
-    CHECK(!x3_job_describe(job)->hidden_in_ram);
+    CHECK(x3_job_describe(job)->hidden_place == X3_HIDDEN_DISK);
     CHECK_OK(x3_job_run(job, &err), &err);
     x3_job_close(job);
     hash[2] = shard_hash(s.out);

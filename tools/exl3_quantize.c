@@ -42,8 +42,10 @@ static void print_summary(const x3_job *job)
            s->n_shards == 1 ? "" : "s", s->n_copied_files);
     if (s->rows > 0)
         printf("calibration %zu rows x %zu tokens; hidden states %s %s\n", s->rows, s->cols, x3_bytes_text(s->hidden_bytes),
-               s->hidden_in_ram ? "in memory" : "on disk");
+               s->hidden_place == X3_HIDDEN_DEVICE ? "on the device" : s->hidden_place == X3_HIDDEN_HOST ? "in memory" : "on disk");
     printf("memory      about %s of %s\n", x3_bytes_text(s->peak_bytes), x3_bytes_text(s->memory_bytes));
+    if (s->device_free > 0)
+        printf("device      about %s of %s\n", x3_bytes_text(s->device_bytes), x3_bytes_text(s->device_free));
     if (s->n_experts > 0)
         printf("experts     %zu a layer, gate and up on %s; Hessians of %zu at once, %zu pass%s over the text a layer\n",
                s->n_experts, s->own_hessians ? "their own tokens" : "the layer's", s->experts_at_once, s->expert_passes,
@@ -185,6 +187,9 @@ static void print_result(const x3_job *job, const char *out)
     printf("time        %s", x3_seconds_text(x3_json_get(receipt, "seconds")->valuedouble));
     for (g = x3_json_get(receipt, "stage_seconds")->child; g != NULL; g = g->next)
         printf("%s%s %.1f s", g == x3_json_get(receipt, "stage_seconds")->child ? ": " : ", ", g->string, g->valuedouble);
+    const cJSON *busy = x3_json_get(receipt, "device_seconds");
+    for (g = busy == NULL ? NULL : busy->child; g != NULL; g = g->next)
+        printf("%s%s %.1f s", g == busy->child ? "\ndevice      busy: " : ", ", g->string, g->valuedouble);
     printf("\npeak        %s on the device\n",
            x3_bytes_text((uint64_t)x3_json_get(receipt, "peak_device_bytes")->valuedouble));
 }

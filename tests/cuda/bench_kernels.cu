@@ -198,7 +198,8 @@ static void must_blas(cublasStatus_t status, const char *what)
     }
 }
 
-/* what 0: plain float16 product; 1: EXL3, float16 rows; 2: EXL3, float32 rows; 3: reconstruction alone. */
+/* what 0: plain float16 product; 1: EXL3, float16 rows; 2: EXL3, float32 rows; 3: reconstruction alone; 4: the
+ * dense weight alone. */
 static float time_many(cublasHandle_t blas, const x3_cuda_group *g, size_t n_rows, int what)
 {
     cudaStream_t stream;
@@ -228,6 +229,8 @@ static float time_many(cublasHandle_t blas, const x3_cuda_group *g, size_t n_row
                                    CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "product");
         } else if (what == 3) {
             MUST_X3(x3_cuda_reconstruct(&info, g, d_w, X3_CUDA_F16, stream, err));
+        } else if (what == 4) {
+            MUST_X3(x3_cuda_dense(&info, g, d_w, stream, err));
         } else {
             MUST_X3(x3_cuda_linear_gemm(&info, blas, g, &rows, d_scratch, stream, err));
         }
@@ -255,13 +258,14 @@ static void bench_gemm(void)
 
     must_blas(cublasCreate(&blas), "cuBLAS");
     printf("\nlinear 8192x8192, mul1, 2048 rows, us   (share: plain product's time over ours)\n");
-    printf("  K   plain  f16 rows  share  f32 rows  share    peer  reconstruct  GB/s\n");
+    printf("  K   plain  f16 rows  share  f32 rows  share    peer  reconstruct  GB/s   dense\n");
     for (int K = 2; K <= 4; K++) {
         x3_cuda_group g = group_create(K, X3_CB_MUL1, n, n, false, 3);
         const float plain = time_many(blas, &g, n_rows, 0), half = time_many(blas, &g, n_rows, 1);
         const float single = time_many(blas, &g, n_rows, 2), alone = time_many(blas, &g, n_rows, 3);
-        printf("  %d  %6.1f    %6.1f  %4.0f%%    %6.1f  %4.0f%%  %6.1f       %6.1f  %.0f\n", K, plain, half, 100 * plain / half,
-               single, 100 * plain / single, peer[K - 1], alone, (double)(n * n) * (2 + K / 8.0) / alone / 1000);
+        const float dense = time_many(blas, &g, n_rows, 4);
+        printf("  %d  %6.1f    %6.1f  %4.0f%%    %6.1f  %4.0f%%  %6.1f       %6.1f  %.0f  %6.1f\n", K, plain, half, 100 * plain / half,
+               single, 100 * plain / single, peer[K - 1], alone, (double)(n * n) * (2 + K / 8.0) / alone / 1000, dense);
         group_free(&g);
     }
     cublasDestroy(blas);

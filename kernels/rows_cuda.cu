@@ -1,0 +1,206 @@
+/* Norm, rope, SiLU and small dense linears on the GPU: one warp or one block a row. */
+#include "kernels/cuda_ops.h"
+#include "kernels/cuda_common.cuh"
+
+#include <cuda_bf16.h>
+
+#define FLAT_THREADS 256
+
+static dim3 flat_grid(size_t n)
+{
+    return dim3((unsigned)((n + FLAT_THREADS - 1) / FLAT_THREADS));
+}
+
+/* Same result in all lanes, whatever the number of active terms. */
+static __device__ __forceinline__ float warp_sum(float v)
+{
+#pragma unroll
+    for (int lanes = X3_WARP / 2; lanes > 0; lanes /= 2)
+        v += __shfl_xor_sync(X3_ALL_LANES, v, lanes);
+    return v;
+}
+
+/* ---- norm ----------------------------------------------------------------------------------------------------------- */
+
+/* WARPS warps a row, 8 / WARPS rows a block. */
+template <int WARPS>
+static __global__ void __launch_bounds__(8 * X3_WARP) rms_norm(const float *x, size_t ldx, size_t n_rows, size_t n,
+                                                              const float *weight, float eps, float *out, size_t ldo)
+{
+    __shared__ float sums[8];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % WARPS;
+    const size_t row = (size_t)blockIdx.x * (8 / WARPS) + warp / WARPS;
+    const float *from = x + row * ldx;
+    float sum = 0;
+
+    if (row < n_rows)
+        for (size_t i = part * X3_WARP + lane; i < n; i += WARPS * X3_WARP)
+            sum = fmaf(from[i], from[i], sum);
+    sum = warp_sum(sum);
+    if (WARPS > 1) {
+        if (lane == 0)
+            sums[warp] = sum;
+        __syncthreads();
+        sum = 0;
+        for (int w = 0; w < WARPS; w++)
+            sum += sums[w];
+    }
+    if (row >= n_rows)
+        return;
+    const float r = 1.0f / sqrtf(sum / (float)n + eps);
+    for (size_t i = part * X3_WARP + lane; i < n; i += WARPS * X3_WARP)
+        out[row * ldo + i] = from[i] * r * weight[i];
+}
+
+x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight, float eps,
+                           float *d_out, size_t ldo, x3_cuda_stream stream, x3_err *err)
+{
+    if (n_rows == 0)
+        return X3_OK;
+    if (n <= 512)
+        rms_norm<1><<<(unsigned)((n_rows + 7) / 8), 8 * X3_WARP, 0, stream>>>(d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo);
+    else
+        rms_norm<8><<<(unsigned)n_rows, 8 * X3_WARP, 0, stream>>>(d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo);
+    return x3_cuda_check(cudaGetLastError(), "rms_norm", err);
+}
+
+/* ---- rope ------------------------------------------------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(FLAT_THREADS) rope(const x3_cuda_rope r)
+{
+    const size_t half = r.n_rotated / 2, at = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x;
+    const size_t i = at % half, head = at / half % r.n_heads, row = at / half / r.n_heads;
+
+    if (row >= r.n_rows)
+        return;
+    const float *c = r.d_cos_sin + (size_t)r.d_positions[row] * r.n_rotated;
+    float *x = r.d_x + row * r.ld + r.first + head * r.head_stride;
+    float *p = r.interleaved ? x + 2 * i : x + i, *q = r.interleaved ? p + 1 : p + half;
+    const float u = *p, v = *q, cosine = c[i], sine = c[half + i];
+    *p = u * cosine - v * sine;
+    *q = v * cosine + u * sine;
+}
+
+x3_status x3_cuda_rotate(const x3_cuda_rope *r, x3_cuda_stream stream, x3_err *err)
+{
+    const size_t n = r->n_rows * r->n_heads * (r->n_rotated / 2);
+
+    if (n == 0)
+        return X3_OK;
+    rope<<<flat_grid(n), FLAT_THREADS, 0, stream>>>(*r);
+    return x3_cuda_check(cudaGetLastError(), "rope", err);
+}
+
+/* ---- activation --------------------------------------------------------------------------------------------------------- */
+
+/* x3_exp_ref, operation by operation. */
+static __device__ __forceinline__ float exp_exact(float x)
+{
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.7f ? 88.7f : x;
+    const float n = rintf(x * 1.44269504088896341f);
+    float r = fmaf(n, -0.693359375f, x);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(p, r * r, r) + 1.0f;
+    return p * __uint_as_float((uint32_t)((int)n + 127) << 23);
+}
+
+static __global__ void __launch_bounds__(FLAT_THREADS) silu_mul(const float *gate, const float *up, size_t n, float *out)
+{
+    const size_t i = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x;
+
+    if (i < n)
+        out[i] = gate[i] / (1.0f + exp_exact(0.0f - gate[i])) * up[i];
+}
+
+x3_status x3_cuda_silu_mul(const float *d_gate, const float *d_up, size_t n, float *d_out, x3_cuda_stream stream, x3_err *err)
+{
+    if (n == 0)
+        return X3_OK;
+    silu_mul<<<flat_grid(n), FLAT_THREADS, 0, stream>>>(d_gate, d_up, n, d_out);
+    return x3_cuda_check(cudaGetLastError(), "silu_mul", err);
+}
+
+/* ---- dense linear of few rows ----------------------------------------------------------------------------------------------- */
+
+static __device__ __forceinline__ float to_float(float v)
+{
+    return v;
+}
+
+static __device__ __forceinline__ float to_float(__half v)
+{
+    return __half2float(v);
+}
+
+static __device__ __forceinline__ float to_float(__nv_bfloat16 v)
+{
+    return __bfloat162float(v);
+}
+
+#define DENSE_ROWS 8
+#define DENSE_OUTS 4 /* a warp */
+#define DENSE_WARPS 4
+
+/* A warp: DENSE_OUTS outputs of DENSE_ROWS rows; a lane takes inputs lane, lane + 32, ... */
+template <typename W>
+static __global__ void __launch_bounds__(DENSE_WARPS *X3_WARP) dense_rows(const W *w, size_t n_out, size_t n_in, const float *bias,
+                                                                         const float *x, size_t ldx, size_t n_rows, float *y,
+                                                                         size_t ldy)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const size_t first_out = ((size_t)blockIdx.x * DENSE_WARPS + warp) * DENSE_OUTS, first = (size_t)blockIdx.y * DENSE_ROWS;
+    float acc[DENSE_ROWS][DENSE_OUTS] = {};
+
+    if (first_out >= n_out)
+        return;
+    for (size_t i = lane; i < n_in; i += X3_WARP) {
+        float v[DENSE_OUTS];
+#pragma unroll
+        for (int o = 0; o < DENSE_OUTS; o++)
+            v[o] = first_out + o < n_out ? to_float(w[(first_out + o) * n_in + i]) : 0.0f;
+#pragma unroll
+        for (int r = 0; r < DENSE_ROWS; r++) {
+            if (first + r >= n_rows)
+                break;
+            const float in = x[(first + r) * ldx + i];
+#pragma unroll
+            for (int o = 0; o < DENSE_OUTS; o++)
+                acc[r][o] = fmaf(in, v[o], acc[r][o]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < DENSE_ROWS; r++)
+#pragma unroll
+        for (int o = 0; o < DENSE_OUTS; o++) {
+            const float sum = warp_sum(acc[r][o]);
+            if (lane == 0 && first + r < n_rows && first_out + o < n_out)
+                y[(first + r) * ldy + first_out + o] = sum + (bias != NULL ? bias[first_out + o] : 0.0f);
+        }
+}
+
+x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_out, size_t n_in, const float *d_bias,
+                             const float *d_x, size_t ldx, size_t n_rows, float *d_y, size_t ldy, x3_cuda_stream stream,
+                             x3_err *err)
+{
+    const size_t outs = DENSE_WARPS * DENSE_OUTS;
+    const dim3 grid((unsigned)((n_out + outs - 1) / outs), (unsigned)((n_rows + DENSE_ROWS - 1) / DENSE_ROWS));
+
+    if (n_rows == 0 || n_out == 0)
+        return X3_OK;
+    if (type == X3_CUDA_DENSE_F32)
+        dense_rows<<<grid, DENSE_WARPS * X3_WARP, 0, stream>>>((const float *)d_w, n_out, n_in, d_bias, d_x, ldx, n_rows, d_y, ldy);
+    else if (type == X3_CUDA_DENSE_BF16)
+        dense_rows<<<grid, DENSE_WARPS * X3_WARP, 0, stream>>>((const __nv_bfloat16 *)d_w, n_out, n_in, d_bias, d_x, ldx, n_rows,
+                                                               d_y, ldy);
+    else
+        dense_rows<<<grid, DENSE_WARPS * X3_WARP, 0, stream>>>((const __half *)d_w, n_out, n_in, d_bias, d_x, ldx, n_rows, d_y,
+                                                               ldy);
+    return x3_cuda_check(cudaGetLastError(), "dense linear", err);
+}
