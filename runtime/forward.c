@@ -45,7 +45,7 @@ static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *e
         missing = (l->mixer == X3_MIXER_DELTA_NET && (ops->conv_silu == NULL || ops->delta_rule == NULL ||
                                                       ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_GQA && l->gqa.gated && (ops->sigmoid_mul == NULL || ops->copy_heads == NULL)) ||
-                  (l->mixer == X3_MIXER_MLA && ops->linear_heads == NULL) ||
+                  (l->mixer == X3_MIXER_MLA && (ops->linear_heads == NULL || ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL)) ||
                   (l->ffn == X3_FFN_MOE && (ops->route == NULL || ops->group_rows == NULL || ops->gather_rows == NULL ||
                                             ops->expert_linear == NULL || ops->combine_rows == NULL)) ||

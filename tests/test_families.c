@@ -6,6 +6,7 @@
 
 #include "formats/io.h"
 #include "runtime/generate.h"
+#include "runtime/stream.h"
 #include "tests/family_check.h"
 #include "tests/test.h"
 
@@ -58,6 +59,33 @@ X3_TEST(family_mimo_with_sizes_of_window_layers_and_a_long_window)
 X3_TEST(family_qwen2_moe)
 {
     check_family("qwen2_moe");
+}
+
+/* Eight sequences in one batch, which is more rows than latent attention takes at a time, and each alone: the same bits. */
+X3_TEST(family_sequences_of_a_batch_do_not_touch_each_other)
+{
+    static const char *const folders[] = {"glm_dsa_shared", "deepseek_yarn", "qwen3_5_nested", "mimo_sizes"};
+    enum { N = 8, COLS = 40 };
+    int32_t ids[N * COLS];
+    x3_device *dev = x3_test_open_device();
+    x3_err err = {0};
+
+    for (int i = 0; i < N * COLS; i++)
+        ids[i] = 3 + (i * i + 31 * i) % 90;
+    for (size_t f = 0; f < sizeof folders / sizeof folders[0]; f++) {
+        x3_checkpoint *c = x3_test_open_model(x3_test_path(FOLDER, folders[f]));
+        const size_t floats = COLS * c->model->hidden;
+        float *together = malloc(N * floats * sizeof *together), *alone = malloc(floats * sizeof *alone);
+        CHECK_OK(x3_stream_hidden(dev, c, ids, N, COLS, together, NULL, &err), &err);
+        for (size_t i = 0; i < N; i++) {
+            CHECK_OK(x3_stream_hidden(dev, c, ids + i * COLS, 1, COLS, alone, NULL, &err), &err);
+            CHECK_MSG(memcmp(alone, together + i * floats, floats * sizeof *alone) == 0, "%s: sequence %zu", folders[f], i);
+        }
+        free(together);
+        free(alone);
+        x3_checkpoint_close(c);
+    }
+    x3_device_close(dev);
 }
 
 /* ---- what becomes of the tensors ---- */
