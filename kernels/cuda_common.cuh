@@ -247,6 +247,57 @@ static __device__ __forceinline__ int tile_operand_row(int i)
     return (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
 }
 
+/* ---- floats -------------------------------------------------------------------------------------------------- */
+
+/* x3_exp_ref, operation by operation. */
+static __device__ __forceinline__ float exp_exact(float x)
+{
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.7f ? 88.7f : x;
+    const float n = rintf(x * 1.44269504088896341f);
+    float r = fmaf(n, -0.693359375f, x);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(p, r * r, r) + 1.0f;
+    return p * __uint_as_float((uint32_t)((int)n + 127) << 23);
+}
+
+/* Same result in all lanes, whatever the number of active terms. */
+static __device__ __forceinline__ float warp_sum(float v)
+{
+#pragma unroll
+    for (int lanes = X3_WARP / 2; lanes > 0; lanes /= 2)
+        v += __shfl_xor_sync(X3_ALL_LANES, v, lanes);
+    return v;
+}
+
+/* What values of at most `largest` (bits of a float, sign off) are multiplied by: they then lie under 2^15. */
+static __device__ __forceinline__ float half_factor(uint32_t largest)
+{
+    const int exponent = (int)(largest >> 23) - 126; /* largest < 2^exponent */
+
+    if (largest == 0 || largest >= 0x7F800000u)
+        return 1;
+    return __int_as_float((min(15 - exponent, 126) + 127) << 23);
+}
+
+/* The inverse of a power of two. */
+static __device__ __forceinline__ float half_unit(float factor)
+{
+    return __int_as_float((254 << 23) - __float_as_int(factor));
+}
+
+static __device__ __forceinline__ void split_half(float v, __half *high, __half *low)
+{
+    *high = __float2half_rn(v);
+    *low = __float2half_rn(v - __half2float(*high));
+}
+
 /* ---- rows ---------------------------------------------------------------------------------------------------- */
 
 /* A warp holds 128 numbers, 4 * lane + e in v[e]: Sylvester-Hadamard over strides 1, 2, .. 64, divided by sqrt(128).

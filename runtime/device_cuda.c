@@ -253,6 +253,7 @@ static uint64_t cuda_own_bytes(const x3_device *dev, size_t n_in, size_t n_out, 
     uint64_t most = x3_cuda_linear_scratch(n_in, n_out, n_rows);
 
     most = x3_max_size(most, x3_cuda_algebra_scratch(cuda, n_in));
+    most = x3_max_size(most, X3_CUDA_PART_BYTES + 4096);
     most = x3_max_size(most, x3_cuda_ldlq_scratch(&cuda->info, n_in, n_out));
     return most + ((uint64_t)64 << 20) + 2 * (uint64_t)n_rows * sizeof(int32_t); /* workspace of cuBLAS; tables of batches */
 }
@@ -273,6 +274,7 @@ static void cuda_destroy(x3_device *dev)
             (void)cudaFree(cuda->blocks[i].p);
     if (cuda->stream != NULL)
         (void)cudaStreamDestroy(cuda->stream);
+    x3_cuda_experts_free(cuda);
     free(cuda->blocks);
     free(cuda->table);
     free(cuda);
@@ -315,6 +317,42 @@ TIMED(attention, x3_cuda_op_attention, X3_WORK_ATTENTION,
       (x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
 TIMED(silu_mul, x3_cuda_op_silu_mul, X3_WORK_ROWS,
       (x3_device *dev, const float *d_gate, const float *d_up, size_t n, float *d_out, x3_err *err), (dev, d_gate, d_up, n, d_out, err))
+TIMED(copy_heads, x3_cuda_op_copy_heads, X3_WORK_ROWS,
+      (x3_device *dev, float *d_to, size_t ld_to, size_t stride_to, const float *d_from, size_t ld_from, size_t stride_from,
+       size_t n_rows, size_t n_heads, size_t n_cols, x3_err *err),
+      (dev, d_to, ld_to, stride_to, d_from, ld_from, stride_from, n_rows, n_heads, n_cols, err))
+TIMED(layer_norm, x3_cuda_op_layer_norm, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, size_t n_rows, size_t n, const float *d_weight, const float *d_bias, float eps, x3_err *err),
+      (dev, d_x, n_rows, n, d_weight, d_bias, eps, err))
+TIMED(sigmoid_mul, x3_cuda_op_sigmoid_mul, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_gate, size_t n, x3_err *err),
+      (dev, d_x, d_gate, n, err))
+TIMED(sigmoid_scale, x3_cuda_op_sigmoid_scale, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, const float *d_gate, size_t n_rows, size_t n, x3_err *err), (dev, d_x, d_gate, n_rows, n, err))
+TIMED(linear_heads, x3_cuda_op_linear_heads, X3_WORK_LINEAR, (x3_device *dev, const x3_heads_args *args, x3_err *err),
+      (dev, args, err))
+TIMED(select, x3_cuda_op_select, X3_WORK_ATTENTION,
+      (x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(conv_silu, x3_cuda_op_conv_silu, X3_WORK_ROWS,
+      (x3_device *dev, const x3_conv_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(delta_rule, x3_cuda_op_delta_rule, X3_WORK_ATTENTION,
+      (x3_device *dev, const x3_delta_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(route, x3_cuda_op_route, X3_WORK_ROWS,
+      (x3_device *dev, const x3_route_rule *rule, const float *d_logits, const float *d_correction, size_t n_rows, int32_t *d_ids,
+       float *d_weights, x3_err *err),
+      (dev, rule, d_logits, d_correction, n_rows, d_ids, d_weights, err))
+TIMED(group_rows, x3_cuda_op_group_rows, X3_WORK_ROWS,
+      (x3_device *dev, const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts, int32_t *d_first, int32_t *d_rows,
+       int32_t *d_slots, x3_err *err),
+      (dev, d_ids, n_rows, n_chosen, n_experts, d_first, d_rows, d_slots, err))
+TIMED(gather_rows, x3_cuda_op_gather_rows, X3_WORK_ROWS,
+      (x3_device *dev, const float *d_x, const int32_t *d_rows, size_t n_rows, size_t n, float *d_out, x3_err *err),
+      (dev, d_x, d_rows, n_rows, n, d_out, err))
+TIMED(expert_linear, x3_cuda_op_expert_linear, X3_WORK_LINEAR, (x3_device *dev, const x3_expert_args *args, x3_err *err),
+      (dev, args, err))
+TIMED(combine_rows, x3_cuda_op_combine_rows, X3_WORK_ROWS,
+      (x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows, size_t n_chosen, size_t n,
+       bool add, float *d_out, x3_err *err),
+      (dev, d_y, d_slots, d_weights, n_rows, n_chosen, n, add, d_out, err))
 TIMED(add, x3_cuda_op_add, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err),
       (dev, d_x, d_y, n, err))
 TIMED(score, x3_cuda_op_score, X3_WORK_SCORE,
@@ -360,6 +398,7 @@ static const x3_device_ops cuda_ops = {
     .download = timed_download,
     .copy = timed_copy,
     .copy_2d = timed_copy_2d,
+    .copy_heads = timed_copy_heads,
     .zero = cuda_zero,
     .sync = cuda_sync,
     .linear = timed_linear,
@@ -368,6 +407,18 @@ static const x3_device_ops cuda_ops = {
     .kv_append = timed_kv_append,
     .attention = timed_attention,
     .silu_mul = timed_silu_mul,
+    .layer_norm = timed_layer_norm,
+    .sigmoid_mul = timed_sigmoid_mul,
+    .linear_heads = timed_linear_heads,
+    .select = timed_select,
+    .conv_silu = timed_conv_silu,
+    .delta_rule = timed_delta_rule,
+    .sigmoid_scale = timed_sigmoid_scale,
+    .route = timed_route,
+    .group_rows = timed_group_rows,
+    .gather_rows = timed_gather_rows,
+    .expert_linear = timed_expert_linear,
+    .combine_rows = timed_combine_rows,
     .add = timed_add,
     .score = timed_score,
     .gram = timed_gram,
