@@ -10,8 +10,11 @@ static void make_scores(const x3_route_rule *r, const float *logits, float *scor
     float max = logits[0], sum = 0;
 
     if (r->scores == X3_ROUTE_SIGMOID) {
+        bool finite = true;
         for (size_t e = 0; e < r->n_experts; e++)
-            scores[e] = isfinite(logits[e]) ? 1 / (1 + x3_exp_ref(-logits[e])) : NAN;
+            finite &= isfinite(logits[e]) != 0;
+        for (size_t e = 0; e < r->n_experts; e++)
+            scores[e] = finite ? 1 / (1 + x3_exp_ref(-logits[e])) : NAN;
         return;
     }
     for (size_t e = 1; e < r->n_experts; e++)

@@ -375,6 +375,7 @@ static void exchange(struct candidate *c, size_t n, struct move *moves, size_t n
 static x3_status make_candidate(struct candidate *c, const struct sets *s, const struct set *set, const x3_model *m,
                                 const x3_plan_request *r, x3_err *err)
 {
+    bool is_fixed = false;
     size_t layer;
 
     *c = (struct candidate){.weights = set->weights, .K = r->min_K, .min_K = r->min_K, .max_K = r->max_K};
@@ -384,10 +385,11 @@ static x3_status make_candidate(struct candidate *c, const struct sets *s, const
             c->cost[k] += r->cost[member][k];
         if (r->fixed == NULL || r->fixed[member] == 0)
             continue;
-        if (c->min_K == c->max_K && c->K != r->fixed[member] && i > 0)
+        if (is_fixed && c->K != r->fixed[member])
             return x3_fail(err, X3_ERR_INPUT, "%s is set to %d bits and tied to a linear that is set to %d; --tie none lifts "
                            "ties", x3_model_linear(m, member, &layer)->name, r->fixed[member], c->K);
         c->K = c->min_K = c->max_K = r->fixed[member];
+        is_fixed = true;
     }
     return X3_OK;
 }

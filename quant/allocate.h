@@ -30,8 +30,8 @@ typedef struct x3_plan_request {
     const uint8_t *fixed;    /* [n]: K that the user has set, 0: free; NULL: all free */
 } x3_plan_request;
 
-/* Minimizes the sum of costs under the budget: from min_K upwards, always the raise that saves most a bit, then single
- * exchanges while they save anything. What is left of the budget is less than the smallest raise that is still allowed.
+/* Makes the sum of costs small under the budget: from min_K upwards, always the raise that saves most a bit, until none
+ * fits; then single exchanges while they save anything (at most 4,000, and none for models with linears of 256 sizes).
  * Fixed linears of one set must agree; a free one in a set with a fixed one takes its K. Less budget than min_K and the
  * fixed ones need is an error that names both. */
 x3_status x3_allocate_planned(x3_allocation *out, const x3_model *m, const x3_plan_request *request, x3_err *err) X3_MUST;

@@ -287,6 +287,7 @@ static x3_status finish(struct work *w, x3_quant_linear *q, const x3_quant_input
     if (options->noise) {
         x3_device_free(in->dev, (void *)(uintptr_t)q->weight.suh);
         x3_device_free(in->dev, (void *)(uintptr_t)q->weight.svh);
+        q->weight.suh = q->weight.svh = NULL;
         X3_TRY(rc, out, make_dense(w, q, in, err));
     }
     if (!isfinite(q->error_source) || !isfinite(q->error_target))

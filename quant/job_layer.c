@@ -179,9 +179,12 @@ static x3_status check_tokens(const struct layer_work *t, size_t first, size_t e
         return x3_fail(err, X3_ERR_INPUT, "%s: %zu experts have fewer calibration tokens than --min-expert-tokens %zu: %s; "
                                           "more or other text, or more --rows",
                        t->l->prefix, n, job->o.min_expert_tokens, text);
-    n = list_experts(&t->stats, first, end, x3_expert_full_tokens(t->l->moe.n_inner), text, sizeof text);
+    /* gate and up have the hidden state as input, where they have Hessians of their own; down the inner one */
+    const size_t widest = job->experts.own ? x3_max_size(job->source->model->hidden, t->l->moe.n_inner) : t->l->moe.n_inner;
+    n = list_experts(&t->stats, first, end, x3_expert_full_tokens(widest), text, sizeof text);
     if (n > 0)
-        x3_job_note(job, "%s: %zu of %zu experts had few calibration tokens, their Hessians are blended with the layer's: %s",
+        x3_job_note(job, "%s: %zu of %zu experts had few calibration tokens; their Hessians are blended by count, with that of "
+                    "the layer (gate, up) or of tokens sent there on purpose (down): %s",
                     t->l->prefix, n, t->stats.n_experts, text);
     return X3_OK;
 }

@@ -25,7 +25,7 @@ static x3_status is_empty(const char *dir, bool *empty, x3_err *err)
 }
 
 /* The receipt in the output folder is that of a job with these options. */
-static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
+static x3_status is_finished(const x3_job *job, const char *const *skipped, bool *finished, x3_err *err)
 {
     char *path = NULL, *config = NULL;
     cJSON *receipt = NULL;
@@ -37,7 +37,7 @@ static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
     if (!x3_path_exists(path) || !x3_path_exists(config))
         goto out;
     X3_TRY(rc, out, x3_json_load(&receipt, path, err));
-    *finished = cJSON_Compare(x3_json_get(receipt, "options"), job->identity, true);
+    *finished = x3_job_state_equal(x3_json_get(receipt, "options"), job->identity, skipped);
 out:
     free(path);
     free(config);
@@ -47,7 +47,11 @@ out:
 
 x3_status x3_job_check_output(x3_job *job, x3_err *err)
 {
-    const bool compares = !job->o.planned || job->o.recipe != NULL;
+    /* a job that is still to be planned does not know its bits */
+    static const char *const bits[] = {"kernel_set", "bits", "head_bits", "allocation", NULL};
+    static const char *const kernels[] = {"kernel_set", NULL};
+    const bool is_placed = !job->o.planned || job->o.recipe != NULL;
+    const char *const *exact = is_placed ? kernels + 1 : bits + 1, *const *other_kernels = is_placed ? kernels : bits;
     const char *out = job->o.out;
     bool empty = true;
     x3_status rc;
@@ -57,13 +61,13 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
     if (x3_path_overlaps(job->o.model, job->work))
         return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the input %s", job->work,
                        job->o.model);
+    if (x3_path_overlaps(out, job->work))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the output %s", job->work, out);
     if (x3_path_exists(out) && !x3_path_is_dir(out))
         return x3_fail(err, X3_ERR_INPUT, "%s: the output exists and is not a folder", out);
     if (x3_job_state_exists(job->work)) {
-        if (job->o.resume && !compares)
-            return X3_OK;
         if (job->o.resume)
-            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels, err);
+            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels ? other_kernels : exact, err);
         if (!job->o.overwrite)
             return x3_fail(err, X3_ERR_INPUT, "%s: holds an unfinished job; --resume goes on with it, --overwrite drops it",
                            job->work);
@@ -72,10 +76,12 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
         rc = is_empty(out, &empty, err);
         if (rc != X3_OK)
             return rc;
-        if (!empty && job->o.resume && !compares)
-            return X3_OK;
         if (!empty && job->o.resume && !job->o.overwrite) {
-            rc = is_finished(job, &job->is_done, err);
+            bool finished = false;
+            rc = is_finished(job, exact, &finished, err);
+            job->is_done = finished && is_placed;
+            if (rc == X3_OK && finished && !is_placed)
+                return X3_OK;
             if (rc != X3_OK || job->is_done)
                 return rc;
         }
@@ -125,6 +131,8 @@ x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "bits", cJSON_CreateNumber(o->bits), err));
     X3_TRY(rc, out, x3_json_add(j, "head_bits", cJSON_CreateNumber(o->head_bits), err));
     X3_TRY(rc, out, x3_json_add(j, "tie", cJSON_CreateString(x3_tie_name(o->tie)), err));
+    X3_TRY(rc, out, x3_json_add(j, "allocation_from", cJSON_CreateString(o->planned || o->recipe != NULL ? "recipe" : "uniform"),
+                                err));
     X3_TRY(rc, out, x3_json_add_hash(j, "allocation", job->allocation.hash, err));
     X3_TRY(rc, out, x3_json_add(j, "codebook", cJSON_CreateString(x3_codebook_name(o->quant.codebook)), err));
     X3_TRY(rc, out, x3_json_add(j, "target_blend", cJSON_CreateNumber(o->quant.target_blend), err));
@@ -230,11 +238,17 @@ static uint64_t fit_experts(const x3_job *job, uint64_t fixed, uint64_t head, ui
     return fixed + x3_max_size(layer_bytes(job, low), head);
 }
 
+/* Without a text (check) as many as a job may take. */
+static size_t planned_rows(const x3_job *job)
+{
+    return job->n_rows == 0 ? job->o.rows : job->n_rows;
+}
+
 /* What the device's operations need for themselves: the most that any group of linears asks for. */
 static uint64_t own_bytes(const x3_job *job)
 {
     const x3_model *m = job->source->model;
-    const size_t rows = x3_stream_batch(job->n_rows == 0 ? 1 : job->n_rows, job->o.cols) * job->o.cols;
+    const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
     uint64_t most = 0;
 
     if (job->dev->ops->own_bytes == NULL)
@@ -305,11 +319,10 @@ static void estimate_memory(x3_job *job)
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    const uint64_t fixed = (64u << 20) + own_bytes(job) +
-                           x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
+    const uint64_t fixed = (64u << 20) + own_bytes(job) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
     size_t at_once;
 
-    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * x3_state_floats(m, job->o.cols) * sizeof(float);
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
@@ -365,6 +378,18 @@ out:
     return rc;
 }
 
+/* Part of all tokens that linear `index` of the model sees, taken that experts share them evenly. */
+static double routed_part(const x3_model *m, size_t index)
+{
+    size_t layer;
+    const x3_linear_desc *d = x3_model_linear(m, index, &layer);
+    const x3_layer_desc *l = layer < m->n_layers ? &m->layers[layer] : NULL;
+
+    if (l == NULL || x3_layer_expert(l, (size_t)(d - l->linears)) < 0)
+        return 1;
+    return (double)l->moe.rule.n_chosen / (double)l->moe.rule.n_experts;
+}
+
 /* Seconds from two short measurements: the encoder on one strip a thread, a matrix product. */
 static x3_status estimate_seconds(x3_job *job, x3_err *err)
 {
@@ -397,7 +422,7 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
         if (job->plan->groups[i].K > 0)
             weights += n;
         if (d != &m->head) /* three runs of the layer, and second moments about as dear as one */
-            layers += 4 * 2 * n * (double)(job->n_rows * job->o.cols);
+            layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
     job->summary.seconds = encode * weights + product * layers;
 out:
@@ -539,6 +564,12 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
     else
         X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie,
                                             err));
+    const x3_tensor *head = x3_checkpoint_weight(job->source, &job->source->model->head);
+    if (job->allocation.head_K == 0 && !job->source->model->tied && head != NULL && head->dtype == X3_F8_E4M3) {
+        rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: an FP8 head is not left as it is (--head-bits 0): its scales belong to no "
+                     "pack", head->name);
+        goto out;
+    }
     job->o.bits = job->allocation.target_bits;
     job->o.head_bits = job->allocation.head_K;
     X3_TRY(rc, out, x3_pack_plan_create(&job->plan, job->source, &job->allocation, job->o.quant.codebook, err));
@@ -569,7 +600,8 @@ x3_status x3_job_open(x3_job **out, const x3_job_options *options, const x3_job_
     if (options->work != NULL)
         X3_TRY(rc, out, x3_strdup(&job->work, options->work, err));
     else
-        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%s.work", options->out == NULL ? "" : options->out));
+        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%.*s.work", (int)(options->out == NULL ? 0 : x3_path_trimmed(options->out)),
+                                    options->out == NULL ? "" : options->out));
     X3_TRY(rc, out, open_job(job, findings, err));
     *out = job;
     job = NULL;

@@ -7,6 +7,7 @@
 
 #include "formats/exl3.h"
 #include "formats/io.h"
+#include "quant/job_state.h"
 #include "quant/measure_internal.h"
 
 #define CHUNK 128    /* positions whose logits are in memory at once */
@@ -322,12 +323,13 @@ out:
 }
 
 /* The difference between a measurement that is there and this one, or NULL. */
-static const char *difference(const cJSON *old, const cJSON *now)
+static const char *difference(const struct x3_measure *s, const cJSON *old)
 {
-    static const char *const keys[] = {"source", "options"};
+    static const char *const keys[] = {"source", "options"}, *const kernels[] = {"kernel_set", NULL};
 
     for (int i = 0; i < 2; i++)
-        if (!cJSON_Compare(x3_json_get(old, keys[i]), x3_json_get(now, keys[i]), true))
+        if (!x3_job_state_equal(x3_json_get(old, keys[i]), x3_json_get(s->file, keys[i]),
+                                s->o.other_kernels ? kernels : kernels + 1))
             return keys[i];
     return NULL;
 }
@@ -357,7 +359,7 @@ static x3_status open_file(struct x3_measure *s, size_t *first, x3_err *err)
     if (s->o.start == X3_MEASURE_NEW || !x3_path_exists(s->o.out))
         goto out;
     X3_TRY(rc, out, x3_json_load(&old, s->o.out, err));
-    differs = difference(old, s->file);
+    differs = difference(s, old);
     if (differs != NULL) {
         rc = s->o.start == X3_MEASURE_RESUME ? refuse(s, old, differs, err) : X3_OK;
         goto out;

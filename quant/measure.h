@@ -27,6 +27,7 @@ typedef struct x3_measure_options {
     const char *device;
     int n_threads;
     x3_measure_start start;
+    bool other_kernels; /* a file of another kernel set may be gone on with */
     const char *const *ignored_options;
     const char *command;
 } x3_measure_options;

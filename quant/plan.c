@@ -35,6 +35,19 @@ static x3_status apply_set(const x3_model *m, const char *set, uint8_t *fixed, x
     return X3_OK;
 }
 
+static size_t fix_unmeasured(const x3_model *model, const x3_measurement *m, const x3_plan_options *o, uint8_t *fixed)
+{
+    const int K = X3_UNMEASURED_K < o->min_bits ? o->min_bits : X3_UNMEASURED_K > o->max_bits ? o->max_bits : X3_UNMEASURED_K;
+    size_t n = 0, layer;
+
+    for (size_t i = 0; i < m->n; i++)
+        if (m->kl[i] == 0 && fixed[i] == 0 && x3_model_linear(model, i, &layer)->quantized) {
+            fixed[i] = (uint8_t)K;
+            n++;
+        }
+    return n;
+}
+
 /* ---- sizes ---- */
 
 static x3_status json_bytes(cJSON *json, uint64_t *sum, x3_err *err)
@@ -67,6 +80,8 @@ static x3_status folder_bytes(const x3_checkpoint *source, const x3_allocation *
     X3_TRY(rc, out, x3_pack_config(&json, plan, &info, err));
     X3_TRY(rc, out, json_bytes(json, bytes, err));
     X3_TRY(rc, out, x3_pack_quantization_config(&json, plan, &info, err));
+    X3_TRY(rc, out, json_bytes(json, bytes, err));
+    X3_TRY(rc, out, x3_pack_writer_index(writer, &json, err));
     X3_TRY(rc, out, json_bytes(json, bytes, err));
     X3_TRY(rc, out, x3_pack_side_files(source->dir, &copied, &left, err));
     for (size_t i = 0; i < copied.n_items; i++) {
@@ -137,7 +152,8 @@ out:
     return rc;
 }
 
-/* The uniform allocation of the bits that the plan uses, unless bits are set by hand, which it does not know. */
+/* The uniform allocation of the bits asked for (of those that the plan uses, where a size was), unless bits are set by
+ * hand, which it does not know. */
 static x3_status compare_with_uniform(x3_plan *p, const x3_checkpoint *source, const x3_plan_options *o,
                                       const double (*cost)[8], x3_err *err)
 {
@@ -145,10 +161,10 @@ static x3_status compare_with_uniform(x3_plan *p, const x3_checkpoint *source, c
     x3_status rc;
 
     p->predicted_kl = x3_allocation_cost(&p->allocation, cost);
-    X3_TRY(rc, out, x3_allocate_uniform(&uniform, source->model, fmin(fmax(p->allocation.body_bits, 1), 8), o->head_bits,
+    X3_TRY(rc, out, x3_allocate_uniform(&uniform, source->model, o->bits > 0 ? o->bits : fmin(fmax(p->allocation.body_bits, 1), 8), o->head_bits,
                                         o->tie, err));
     p->uniform_kl = x3_allocation_cost(&uniform, cost);
-    if (o->n_sets == 0 && o->min_bits == 1 && o->max_bits == 8 && p->uniform_kl <= p->predicted_kl) {
+    if (o->n_sets == 0 && p->n_unmeasured == 0 && o->min_bits == 1 && o->max_bits == 8 && p->uniform_kl <= p->predicted_kl) {
         uniform.target_bits = p->allocation.target_bits;
         x3_allocation_free(&p->allocation);
         p->allocation = uniform;
@@ -177,6 +193,7 @@ x3_status x3_plan_create(x3_plan *out, const x3_checkpoint *source, const x3_mea
     X3_TRY(rc, out, x3_alloc(&fixed, m->n, 1, err));
     for (size_t i = 0; i < o->n_sets; i++)
         X3_TRY(rc, out, apply_set(model, o->sets[i], fixed, err));
+    out->n_unmeasured = fix_unmeasured(model, m, o, fixed);
     r.cost = (const double(*)[8])cost;
     r.fixed = fixed;
     if (o->size_bytes > 0) {

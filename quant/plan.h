@@ -14,10 +14,14 @@ typedef struct x3_plan_options {
     size_t n_sets;
 } x3_plan_options;
 
+#define X3_UNMEASURED_K 6
+
 typedef struct x3_plan {
     x3_allocation allocation;
-    double predicted_kl, uniform_kl; /* sums of costs: the plan, and the uniform allocation of at most its bits */
+    double predicted_kl, uniform_kl; /* sums of costs: the plan, and the uniform allocation of the same target */
     bool is_uniform;                 /* the uniform allocation was no worse, so it is the plan */
+    size_t n_unmeasured;             /* linears that did nothing on the rows that were scored, as a sparse indexer below its
+                                        top-k: they get X3_UNMEASURED_K, within the limits */
     uint64_t folder_bytes;           /* weights, side files, descriptions; the receipt at an estimate */
 } x3_plan;
 

@@ -63,6 +63,7 @@ static size_t plan(x3_engine *e)
         r->n_rows = 0;
         if (is_prompt)
             want = x3_min_size(want, left);
+        want = x3_min_size(want, e->o.chunk_rows - total); /* a prefix found only now can make a prompt one row */
         while (want > 0 && r->n_pages * X3_KV_PAGE < r->n_done + want && take_page(e, i))
             ;
         r->n_rows = x3_min_size(want, r->n_pages * X3_KV_PAGE - r->n_done);

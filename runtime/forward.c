@@ -46,7 +46,10 @@ static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *e
                                                       ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_GQA && l->gqa.gated && (ops->sigmoid_mul == NULL || ops->copy_heads == NULL)) ||
                   (l->mixer == X3_MIXER_MLA && ops->linear_heads == NULL) ||
-                  (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL));
+                  (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL)) ||
+                  (l->ffn == X3_FFN_MOE && (ops->route == NULL || ops->group_rows == NULL || ops->gather_rows == NULL ||
+                                            ops->expert_linear == NULL || ops->combine_rows == NULL)) ||
+                  (l->ffn == X3_FFN_MOE && l->moe.shared_gate >= 0 && ops->sigmoid_scale == NULL);
         if (missing)
             return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s lacks an operation that %s of a %s model needs", dev->name,
                            l->prefix, m->model_type);

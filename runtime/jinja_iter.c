@@ -16,12 +16,12 @@ x3_status x3_jiter_new(x3_jrun *run, const char *name,
 
 x3_status x3_jiter_next(x3_jrun *run, x3_jiter *it, x3_jval *out, bool *more)
 {
-    TRY(x3_jrun_steps(run, 1));
+    TRY(x3_jrun_enter(run)); /* generators over generators: a template can chain any number of them */
     *more = !it->is_done;
-    if (it->is_done)
-        return X3_OK;
-    TRY(it->next(run, it, out, more));
+    if (*more)
+        TRY(it->next(run, it, out, more));
     it->is_done = !*more;
+    x3_jrun_leave(run);
     return X3_OK;
 }
 

@@ -123,7 +123,7 @@ out:
 
 static x3_status read_window(x3_builder *b)
 {
-    bool use = b->f->window == X3_WINDOW_ALL_LAYERS || b->f->window == X3_WINDOW_PATTERN;
+    bool use = b->f->window != X3_WINDOW_OPTION && b->f->window != X3_WINDOW_LAYER_TYPES;
     x3_status rc;
 
     X3_TRY(rc, out, x3_json_bool(b->text, "use_sliding_window", false, &use, b->c->path, b->err));

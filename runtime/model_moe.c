@@ -69,6 +69,7 @@ const x3_moe_family x3_moe_mixtral = {
 /* ---- options ---- */
 
 #define EXPERTS_MAX 65536
+#define EXPERTS_OF_ALL_LAYERS_MAX ((size_t)1 << 20) /* descriptors are made before any header is read */
 
 static x3_status read_groups(x3_builder *b, x3_route_rule *r)
 {
@@ -179,6 +180,11 @@ x3_status x3_build_moe_options(x3_builder *b)
     X3_TRY(rc, out, x3_build_size(b, f->expert_keys[key], EXPERTS_MAX, true, &r->n_experts));
     X3_TRY(rc, out, x3_build_size(b, "num_experts_per_tok", EXPERTS_MAX, true, &r->n_chosen));
     X3_TRY(rc, out, x3_build_size(b, f->inner_key, X3_SIZE_OPTION_MAX, true, &b->moe.n_inner));
+    if (r->n_experts > EXPERTS_OF_ALL_LAYERS_MAX / (b->m->n_layers + 1)) {
+        rc = x3_fail(b->err, X3_ERR_UNSUPPORTED, "%s: %zu experts in each of %zu layers are more than a model has", b->c->path,
+                     r->n_experts, b->m->n_layers);
+        goto out;
+    }
     if (r->n_chosen > r->n_experts) {
         rc = x3_fail(b->err, X3_ERR_INPUT, "%s: num_experts_per_tok %zu of %zu experts", b->c->path, r->n_chosen,
                      r->n_experts);

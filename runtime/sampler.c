@@ -81,6 +81,8 @@ x3_status x3_sampler_create(x3_sampler **out, const x3_sampling *p, size_t vocab
     X3_TRY(rc, out, x3_alloc(&s, 1, sizeof *s, err));
     s->p = *p;
     s->vocab = vocab;
+    if (p->temperature > 0 && !isfinite(1 / p->temperature))
+        s->p.temperature = 0; /* 0 times an infinite inverse is no number */
     X3_TRY(rc, out, x3_alloc(&s->bias, p->n_bias, sizeof *s->bias, err));
     if (p->n_bias > 0)
         memcpy(s->bias, p->bias, p->n_bias * sizeof *s->bias);

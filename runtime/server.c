@@ -15,6 +15,8 @@
 #include "runtime/server_internal.h"
 
 #define STACK_BYTES ((size_t)8 << 20) /* templates recurse */
+#define READERS 4                     /* requests read at once */
+#define CLOSE_SECONDS 5               /* for last bytes to go out */
 
 /* ---- API keys ---- */
 
@@ -133,6 +135,12 @@ enum MHD_Result x3_http_error(x3_http *q, const x3_api_error *e)
     return x3_http_json(q, (unsigned)e->status, json);
 }
 
+void x3_http_touch(const x3_http *q)
+{
+    MHD_set_connection_option(q->c, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* only a limit that was off begins anew */
+    MHD_set_connection_option(q->c, MHD_CONNECTION_OPTION_TIMEOUT, q->s->o.idle_seconds);
+}
+
 bool x3_http_is_gone(const x3_http *q)
 {
     char byte;
@@ -163,11 +171,11 @@ static void *run_watch(void *arg)
     while (!s->closing) {
         double now = x3_seconds();
         for (x3_socket *k = s->sockets; k != NULL; k = k->after)
-            if (k->state != X3_SOCKET_ANSWERING &&
+            if (k->state != X3_SOCKET_ANSWERING && k->state != X3_SOCKET_CUT &&
                 now - k->since > (k->state == X3_SOCKET_READING ? s->o.request_seconds : s->o.idle_seconds)) {
                 shutdown(k->fd, SHUT_RDWR);
                 s->n_timeouts += k->state == X3_SOCKET_READING;
-                k->state = X3_SOCKET_ANSWERING; /* once is enough */
+                k->state = X3_SOCKET_CUT;
             }
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += 250000000;
@@ -257,15 +265,43 @@ static enum MHD_Result refuse(x3_http *q, int status, const char *type, const ch
     return x3_http_error(q, &e);
 }
 
+/* "localhost", 127.x.x.x or "[::1]", with or without a port. */
+static bool is_local_host(const char *host)
+{
+    size_t n = host[0] == '[' ? strcspn(host, "]") + 1 : strcspn(host, ":");
+    struct in_addr v4;
+    char name[32];
+
+    if (n >= sizeof name || n > strlen(host))
+        return false;
+    if (host[n] != '\0' && (host[n] != ':' || strspn(host + n + 1, "0123456789") != strlen(host + n + 1)))
+        return false;
+    memcpy(name, host, n);
+    name[n] = '\0';
+    return strcasecmp(name, "localhost") == 0 || strcmp(name, "[::1]") == 0 ||
+           (inet_pton(AF_INET, name, &v4) == 1 && ntohl(v4.s_addr) >> 24 == 127);
+}
+
 /* Headers are here. Whoever has no key, or sends too much, is told before the body is read. */
-static enum MHD_Result on_headers(x3_http *q, const char *path)
+static enum MHD_Result on_headers(x3_http *q, const char *path, const char *method)
 {
     const char *length = MHD_lookup_connection_value(q->c, MHD_HEADER_KIND, "Content-Length");
+    const char *host = MHD_lookup_connection_value(q->c, MHD_HEADER_KIND, "Host");
+    bool has_body = MHD_lookup_connection_value(q->c, MHD_HEADER_KIND, "Transfer-Encoding") != NULL ||
+                    (length != NULL && strtoull(length, NULL, 10) > 0);
 
+    /* a page of another site whose name has been pointed here ("DNS rebinding") sends that name */
+    if (q->s->local && host != NULL && !is_local_host(host))
+        return refuse(q, 403, "invalid_request_error", "wrong_host",
+                      "without API keys only requests to localhost, 127.x or [::1] are answered: the Host header has another name");
     if (!x3_route_is_open(path) && !has_key(q))
         return refuse(q, 401, "authentication_error", "invalid_api_key", "no API key, or a wrong one: send \"Authorization: Bearer KEY\"");
     if (length != NULL && strtoull(length, NULL, 10) > q->s->o.max_body)
         return refuse(q, 413, "invalid_request_error", "request_too_large", "the request is too large");
+    if (has_body && !x3_route_takes_body(path)) {
+        q->answered = true;
+        return x3_route(q, method, path);
+    }
     return MHD_YES;
 }
 
@@ -284,7 +320,7 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *c, const cha
         q->c = c;
         q->socket = socket_of(c);
         *context = q;
-        return on_headers(q, path);
+        return on_headers(q, path, method);
     }
     if (*n_data > 0) {
         if (q->answered) {
@@ -321,16 +357,27 @@ static x3_status fill_address(const x3_server_options *o, struct sockaddr_storag
     return X3_OK;
 }
 
+static bool is_loopback(const struct sockaddr_storage *address)
+{
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+
+    memcpy(&v4, address, sizeof v4);
+    memcpy(&v6, address, sizeof v6);
+    return address->ss_family == AF_INET ? ntohl(v4.sin_addr.s_addr) >> 24 == 127 : IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
+}
+
 static x3_status start_daemon(x3_server *s, x3_err *err)
 {
     struct sockaddr_storage address;
     x3_status rc = fill_address(&s->o, &address, err);
-    unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL;
+    unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC; /* quiesce needs it */
 
     if (rc != X3_OK)
         return rc;
     if (address.ss_family == AF_INET6)
         flags |= MHD_USE_IPv6;
+    s->local = s->o.n_keys == 0 && is_loopback(&address);
     s->daemon = MHD_start_daemon(flags, s->o.port, NULL, NULL, on_request, s, MHD_OPTION_SOCK_ADDR, (struct sockaddr *)&address,
                                  MHD_OPTION_CONNECTION_LIMIT, s->o.max_connections, MHD_OPTION_CONNECTION_TIMEOUT,
                                  s->o.idle_seconds, MHD_OPTION_THREAD_STACK_SIZE, STACK_BYTES, MHD_OPTION_LISTENING_ADDRESS_REUSE, 1u,
@@ -358,6 +405,7 @@ x3_status x3_server_open(x3_server **out, const x3_server_options *o, x3_err *er
     s->created = time(NULL);
     X3_TRY(rc, out, x3_sampling_defaults(&s->defaults, o->checkpoint->config, err));
     pthread_mutex_init(&s->mutex, NULL);
+    sem_init(&s->readers, 0, READERS);
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&s->changed, &attributes);
@@ -392,12 +440,32 @@ void x3_server_quiesce(x3_server *s)
         close(fd);
 }
 
+/* What has been answered still has to be sent: libmicrohttpd stops in the middle. */
+static void wait_for_answers(x3_server *s)
+{
+    const struct timespec pause = {.tv_nsec = 10000000};
+    const double until = x3_seconds() + CLOSE_SECONDS;
+    bool answering = true;
+
+    while (answering && x3_seconds() < until) {
+        answering = false;
+        pthread_mutex_lock(&s->mutex);
+        for (const x3_socket *k = s->sockets; k != NULL; k = k->after)
+            answering |= k->state == X3_SOCKET_ANSWERING;
+        pthread_mutex_unlock(&s->mutex);
+        if (answering)
+            nanosleep(&pause, NULL);
+    }
+}
+
 void x3_server_close(x3_server *s)
 {
     if (s == NULL)
         return;
-    if (s->daemon != NULL)
+    if (s->daemon != NULL) {
+        wait_for_answers(s);
         MHD_stop_daemon(s->daemon);
+    }
     pthread_mutex_lock(&s->mutex);
     s->closing = true;
     pthread_cond_signal(&s->changed);
@@ -405,5 +473,6 @@ void x3_server_close(x3_server *s)
     pthread_join(s->watch, NULL);
     pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->mutex);
+    sem_destroy(&s->readers);
     free(s);
 }

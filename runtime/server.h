@@ -37,7 +37,8 @@ x3_status x3_server_open(x3_server **out, const x3_server_options *o, x3_err *er
 uint16_t x3_server_port(const x3_server *s);
 /* No new connections from here on. */
 void x3_server_quiesce(x3_server *s);
-/* Ends all connections. Replies being written must have ended: stop the engine first. */
+/* Ends all connections, up to 5 s later than now when answers are still being sent. Replies being written must have ended:
+ * stop the engine first. */
 void x3_server_close(x3_server *s);
 
 /* Reads a file of API keys, one a line; blank lines and those with # are skipped. *keys: n texts and the array itself, for

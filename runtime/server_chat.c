@@ -4,17 +4,31 @@
 
 #include "runtime/server_internal.h"
 
-#define POLL_SECONDS 0.2 /* how soon a client that has gone is noticed */
+#define POLL_SECONDS 0.2  /* how soon a client that has gone is noticed */
+#define SILENCE_SECONDS 10 /* after which a stream says that it is alive */
+
+/* Asks by the clock, not only when there is no news: tokens may come faster than every POLL_SECONDS. */
+static bool has_gone(const x3_http *q, double *asked)
+{
+    double now = x3_seconds();
+
+    if (now - *asked < POLL_SECONDS)
+        return false;
+    *asked = now;
+    return x3_http_is_gone(q);
+}
 
 /* ---- all at once ---- */
 
 /* Takes until every choice is over; false when the client has gone or *err says why not. */
 static bool gather(x3_http *q, x3_api_reply *reply, x3_err *err)
 {
+    double asked = x3_seconds();
+
     for (;;) {
         size_t n_over = 0;
-        bool news = x3_api_reply_wait(reply, POLL_SECONDS);
-        if (!news && x3_http_is_gone(q))
+        x3_api_reply_wait(reply, POLL_SECONDS);
+        if (has_gone(q, &asked))
             return false;
         for (size_t i = 0; i < reply->n_choices; i++) {
             x3_api_choice *c = &reply->choices[i];
@@ -34,11 +48,14 @@ static enum MHD_Result answer_whole(x3_http *q, x3_api_reply *reply)
     x3_api_error e = {0};
     x3_err err = {0};
 
-    if (gather(q, reply, &err)) {
+    bool whole = gather(q, reply, &err);
+    x3_http_touch(q);
+    if (whole) {
         const x3_err *failure = x3_api_reply_failure(reply);
         if (failure == NULL && x3_api_response(reply, &json, &err) == X3_OK)
             result = x3_http_json(q, 200, json);
-        else if (x3_api_fail(&e, 500, "server_error", NULL, NULL, "%s", failure != NULL ? failure->text : err.text) != X3_OK)
+        else if (x3_api_fail(&e, failure != NULL && failure->status == X3_ERR_DEVICE ? 503 : 500, "server_error", NULL, NULL, "%s",
+                             failure != NULL ? failure->text : err.text) != X3_OK)
             result = x3_http_error(q, &e);
     } else if (err.status != X3_OK && x3_api_fail(&e, 500, "server_error", NULL, NULL, "%s", err.text) != X3_OK) {
         result = x3_http_error(q, &e);
@@ -54,6 +71,7 @@ struct stream {
     x3_api_reply *reply;
     x3_text out;
     size_t n_sent;
+    double asked, spoke; /* when the client was last looked for; when it was last sent something */
     bool ended;
 };
 
@@ -83,6 +101,7 @@ out:
 static ssize_t on_read(void *arg, uint64_t at, char *to, size_t room)
 {
     struct stream *t = arg;
+    const double idle = t->q->s->o.idle_seconds, silence = idle < 3 * SILENCE_SECONDS ? idle / 3 : SILENCE_SECONDS;
     x3_err err = {0};
 
     (void)at;
@@ -90,10 +109,14 @@ static ssize_t on_read(void *arg, uint64_t at, char *to, size_t room)
         if (t->ended)
             return MHD_CONTENT_READER_END_OF_STREAM;
         t->out.n_items = t->n_sent = 0;
-        bool news = x3_api_reply_wait(t->reply, POLL_SECONDS);
-        if ((!news && x3_http_is_gone(t->q)) || fill(t, &err) != X3_OK)
+        x3_api_reply_wait(t->reply, POLL_SECONDS);
+        if (has_gone(t->q, &t->asked) || fill(t, &err) != X3_OK)
             return MHD_CONTENT_READER_END_WITH_ERROR;
+        if (t->out.n_items == 0 && x3_seconds() - t->spoke > silence && x3_text_put(&t->out, ":\n\n", 3, &err) != X3_OK)
+            return MHD_CONTENT_READER_END_WITH_ERROR; /* a comment to clients */
     }
+    t->spoke = x3_seconds();
+    x3_http_touch(t->q);
     size_t n = x3_min_size(room, t->out.n_items - t->n_sent);
     memcpy(to, t->out.items + t->n_sent, n);
     t->n_sent += n;
@@ -120,6 +143,7 @@ static enum MHD_Result answer_stream(x3_http *q, x3_api_reply *reply)
     }
     t->q = q;
     t->reply = reply;
+    t->asked = t->spoke = x3_seconds();
     response = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, on_read, t, free_stream);
     if (response == NULL) {
         free_stream(t);
@@ -138,7 +162,11 @@ static enum MHD_Result handle(x3_http *q, bool chat)
     x3_api_reply *reply;
     x3_api_error e = {0};
 
-    if (x3_api_request_read(&r, &q->s->o, &q->s->defaults, chat, q->body.items, q->body.n_items, &e) != X3_OK)
+    sem_wait(&q->s->readers);
+    x3_status rc = x3_api_request_read(&r, &q->s->o, &q->s->defaults, chat, q->body.items, q->body.n_items, &e);
+    sem_post(&q->s->readers);
+    x3_text_free(&q->body);
+    if (rc != X3_OK)
         return x3_http_error(q, &e);
     bool stream = r.stream;
     if (x3_api_reply_create(&reply, &q->s->o, &r, &e) != X3_OK)

@@ -4,6 +4,7 @@
 
 #include <microhttpd.h>
 #include <pthread.h>
+#include <semaphore.h>
 
 #include "runtime/server_json.h"
 
@@ -14,7 +15,8 @@ typedef struct x3_socket {
     enum x3_socket_state {
         X3_SOCKET_WAITING,  /* between requests: for idle_seconds */
         X3_SOCKET_READING,  /* until a request is whole: for request_seconds */
-        X3_SOCKET_ANSWERING /* as long as it takes */
+        X3_SOCKET_ANSWERING, /* as long as it takes */
+        X3_SOCKET_CUT        /* shut by the watch, once */
     } state;
     double since;
 } x3_socket;
@@ -27,6 +29,8 @@ struct x3_server {
     struct MHD_Daemon *daemon;
     double started;
     int64_t created;
+    bool local;    /* for this machine only, and without keys */
+    sem_t readers; /* requests being parsed and put into tokens: each takes many times its bytes */
     pthread_mutex_t mutex; /* guards what follows */
     x3_socket *sockets;
     uint64_t responses[X3_STATUS_CLASSES], n_disconnects, n_timeouts;
@@ -52,11 +56,15 @@ enum MHD_Result x3_http_error(x3_http *q, const x3_api_error *e);
 enum MHD_Result x3_http_text(x3_http *q, unsigned status, const char *type, const char *text, size_t n_bytes);
 /* Queues a response that has been made, and counts it. */
 enum MHD_Result x3_http_queue(x3_http *q, unsigned status, struct MHD_Response *response);
+/* Something is about to be sent: libmicrohttpd's limit of silence begins now, and not when it last sent something. */
+void x3_http_touch(const x3_http *q);
 /* True when the client has gone. */
 bool x3_http_is_gone(const x3_http *q);
 
 /* server_routes.c */
 enum MHD_Result x3_route(x3_http *q, const char *method, const char *path);
+/* True for paths whose requests have bodies. */
+bool x3_route_takes_body(const char *path);
 /* True for paths that need no API key. */
 bool x3_route_is_open(const char *path);
 

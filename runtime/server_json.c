@@ -61,7 +61,7 @@ static void add_token(x3_status *rc, cJSON *entry, const x3_tokenizer *t, int32_
     cJSON *list;
 
     if (*rc == X3_OK && text.data != NULL)
-        *rc = x3_utf8_repair(&text, &room, err);
+        *rc = x3_utf8_repair_string(&text, &room, err);
     const x3_text view = {(char *)(uintptr_t)text.data, text.n_bytes, 0};
     add_buffer(rc, entry, "token", &view, err);
     add_number(rc, entry, "logprob", json_number(logprob), err);
@@ -94,7 +94,7 @@ static void add_token_text(x3_status *rc, cJSON *list, cJSON *object, const x3_t
     char *name = NULL;
 
     if (*rc == X3_OK && text.data != NULL)
-        *rc = x3_utf8_repair(&text, &room, err);
+        *rc = x3_utf8_repair_string(&text, &room, err);
     if (*rc == X3_OK)
         *rc = x3_strndup(&name, text.data == NULL ? "" : text.data, text.n_bytes, err);
     if (list != NULL && *rc == X3_OK)
@@ -361,14 +361,30 @@ x3_status x3_api_last_events(const x3_api_reply *reply, x3_text *out, x3_err *er
 
 /* ---- errors ---- */
 
+/* Messages quote what clients have sent, and are cut at a number of bytes. */
+static void add_repaired(x3_status *rc, cJSON *object, const char *key, const char *text, x3_err *err)
+{
+    x3_view view = {text, strlen(text)};
+    x3_text room = {0};
+
+    if (*rc == X3_OK)
+        *rc = x3_utf8_repair(&view, &room, err);
+    const x3_text repaired = {(char *)(uintptr_t)view.data, view.n_bytes, 0};
+    add_buffer(rc, object, key, &repaired, err);
+    x3_text_free(&room);
+}
+
 x3_status x3_api_error_json(const x3_api_error *e, cJSON **out, x3_err *err)
 {
     x3_status rc = X3_OK;
     cJSON *json = cJSON_CreateObject(), *error = add_new(&rc, json, "error", false, err);
 
-    add_text(&rc, error, "message", e->err.text, err);
+    add_repaired(&rc, error, "message", e->err.text, err);
     add_text(&rc, error, "type", e->type, err);
-    x3_api_add(&rc, error, "param", e->param[0] == '\0' ? cJSON_CreateNull() : cJSON_CreateString(e->param), err);
+    if (e->param[0] == '\0')
+        x3_api_add(&rc, error, "param", cJSON_CreateNull(), err);
+    else
+        add_repaired(&rc, error, "param", e->param, err);
     x3_api_add(&rc, error, "code", e->code == NULL ? cJSON_CreateNull() : cJSON_CreateString(e->code), err);
     if (rc != X3_OK) {
         cJSON_Delete(json);

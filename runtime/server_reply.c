@@ -57,6 +57,8 @@ static void on_end(void *arg, x3_finish finish, const x3_reply_stats *stats, con
     c->stats = *stats;
     if (finish == X3_FINISH_ERROR && c->err.status == X3_OK)
         c->err = *err;
+    if (finish == X3_FINISH_CANCELLED) /* by the engine's stop; after x3_api_reply_free nobody looks */
+        x3_fail(&c->err, X3_ERR_DEVICE, "the server is shutting down");
     if (!c->stopped && x3_text_stream_end(c->stream, &c->text, &c->err) != X3_OK)
         c->finish = X3_FINISH_ERROR;
     if (c->err.status != X3_OK)
@@ -120,8 +122,10 @@ static x3_status create(x3_api_reply *reply, x3_err *err)
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&reply->choices, reply->request.n_prompts * reply->request.n, sizeof *reply->choices, err));
-    for (; reply->n_choices < reply->request.n_prompts * reply->request.n; reply->n_choices++)
-        X3_TRY(rc, out, prepare_choice(reply, reply->n_choices, err));
+    while (reply->n_choices < reply->request.n_prompts * reply->request.n) {
+        reply->n_choices++; /* before: what is half prepared is freed, too */
+        X3_TRY(rc, out, prepare_choice(reply, reply->n_choices - 1, err));
+    }
     for (size_t i = 0; i < reply->n_choices; i++)
         X3_TRY(rc, out, submit_choice(reply, i, err));
 out:

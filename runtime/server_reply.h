@@ -67,7 +67,8 @@ bool x3_api_reply_wait(x3_api_reply *reply, double seconds);
 x3_status x3_api_choice_take(x3_api_choice *c, x3_err *err) X3_MUST;
 /* "stop", "length", "tool_calls" */
 const char *x3_api_choice_finish(const x3_api_choice *c);
-/* The reason when a choice has failed, or NULL. All choices must be over. */
+/* The reason when a choice has failed (X3_ERR_DEVICE: the engine has failed, or is shutting down), or NULL. All choices
+ * must be over. */
 const x3_err *x3_api_reply_failure(const x3_api_reply *reply);
 
 #endif

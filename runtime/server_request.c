@@ -8,6 +8,7 @@
 
 /* ---- errors ---- */
 
+X3_PRINTF(6, 0)
 static x3_status fail_args(x3_api_error *e, int status, const char *type, const char *code, const char *param,
                            const char *format, va_list args)
 {
@@ -53,11 +54,31 @@ static x3_status adopt(x3_api_error *e, const char *param)
     return e->err.status;
 }
 
+/* At most this many values are in valid JSON: every one but the first follows one of these marks. */
+static size_t bound_values(const char *body, size_t n_bytes)
+{
+    size_t n = 1;
+
+    for (size_t i = 0; i < n_bytes; i++) {
+        if (body[i] == '"') {
+            for (i++; i < n_bytes && body[i] != '"'; i++)
+                i += body[i] == '\\';
+        } else {
+            n += body[i] == ',' || body[i] == '[' || body[i] == '{';
+        }
+    }
+    return n;
+}
+
 x3_status x3_api_parse(cJSON **out, const char *body, size_t n_bytes, x3_api_error *e)
 {
     *out = NULL;
     if (n_bytes == 0)
         return x3_api_invalid(e, NULL, "the request has no body");
+    size_t n_values = bound_values(body, n_bytes);
+    if (n_values > X3_API_VALUES_MAX)
+        return x3_api_invalid(e, NULL, "the request has %zu values, more than %d: send long prompts as texts", n_values,
+                              X3_API_VALUES_MAX);
     if (x3_json_parse(out, body, n_bytes, "request", &e->err) != X3_OK)
         return adopt(e, NULL);
     if (cJSON_IsObject(*out))

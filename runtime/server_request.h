@@ -8,6 +8,7 @@
 #define X3_API_STOPS_MAX 16
 #define X3_API_STOP_BYTES 1024
 #define X3_API_CHOICES_MAX 128 /* n times prompts */
+#define X3_API_VALUES_MAX (1 << 18) /* of the JSON of a request: each takes about 80 bytes while it is answered */
 
 /* What a client is told. */
 typedef struct x3_api_error {

@@ -249,7 +249,7 @@ static enum MHD_Result handle_detokenize(x3_http *q)
     rc = x3_tokenizer_decode(q->s->o.tokenizer, ids.items, ids.n_items, false, &text, &n_bytes, &e.err);
     x3_view view = {text, n_bytes};
     if (rc == X3_OK)
-        rc = x3_utf8_repair(&view, &repaired, &e.err);
+        rc = x3_utf8_repair_string(&view, &repaired, &e.err);
     if (rc == X3_OK)
         rc = x3_strndup(&copy, view.n_bytes == 0 ? "" : view.data, view.n_bytes, &e.err);
     if (rc == X3_OK) {
@@ -261,6 +261,22 @@ static enum MHD_Result handle_detokenize(x3_http *q)
     free(text);
     free(copy);
     return answer(q, rc, json, &e.err);
+}
+
+static enum MHD_Result read_tokenize(x3_http *q)
+{
+    sem_wait(&q->s->readers);
+    enum MHD_Result result = handle_tokenize(q);
+    sem_post(&q->s->readers);
+    return result;
+}
+
+static enum MHD_Result read_detokenize(x3_http *q)
+{
+    sem_wait(&q->s->readers);
+    enum MHD_Result result = handle_detokenize(q);
+    sem_post(&q->s->readers);
+    return result;
 }
 
 /* ---- routes ---- */
@@ -277,8 +293,8 @@ static const struct route {
     {"/metrics", "GET", false, handle_metrics},
     {"/v1/chat/completions", "POST", false, x3_handle_chat},
     {"/v1/completions", "POST", false, x3_handle_completion},
-    {"/tokenize", "POST", false, handle_tokenize},
-    {"/detokenize", "POST", false, handle_detokenize},
+    {"/tokenize", "POST", false, read_tokenize},
+    {"/detokenize", "POST", false, read_detokenize},
 };
 
 static const struct route *find_route(const char *path)
@@ -287,6 +303,13 @@ static const struct route *find_route(const char *path)
         if (strcmp(routes[i].path, path) == 0)
             return &routes[i];
     return NULL;
+}
+
+bool x3_route_takes_body(const char *path)
+{
+    const struct route *r = find_route(path);
+
+    return r != NULL && strcmp(r->method, "POST") == 0;
 }
 
 bool x3_route_is_open(const char *path)

@@ -82,7 +82,7 @@ static x3_status take_characters(x3_text_stream *s, size_t n_left, x3_err *err)
     s->repaired.n_items = 0;
     if (view.n_bytes == 0)
         return X3_OK;
-    X3_TRY(rc, out, x3_utf8_repair(&view, &s->repaired, err));
+    X3_TRY(rc, out, x3_utf8_repair_string(&view, &s->repaired, err));
     X3_TRY(rc, out, x3_text_put(&s->held, view.data, view.n_bytes, err));
     if (n_left > 0)
         memmove(s->raw.items, s->raw.items + s->raw.n_items - n_left, n_left);

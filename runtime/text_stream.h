@@ -13,7 +13,7 @@ typedef struct x3_text_stream x3_text_stream;
 x3_status x3_text_stream_create(x3_text_stream **out, const char *const *stops, size_t n_stops, x3_err *err) X3_MUST;
 void x3_text_stream_free(x3_text_stream *s);
 
-/* Takes the bytes of one more token and appends to *out what is certain now: valid UTF-8, malformed bytes as U+FFFD.
+/* Takes the bytes of one more token and appends to *out what is certain now: valid UTF-8, malformed bytes and U+0000 as U+FFFD.
  * *stopped tells whether a stop string is complete: *out then ends before it (of several that this token completes,
  * before the one that begins first), and no more may be put. */
 x3_status x3_text_stream_put(x3_text_stream *s, const char *bytes, size_t n_bytes, x3_text *out, bool *stopped,

@@ -84,9 +84,9 @@ static size_t skip_value(x3_view v, size_t at)
             return at;
         }
         if (depth == 0 && (c == '"' || c == '}' || c == ']'))
-            return at < v.n_bytes ? at + 1 : at;
+            return x3_min_size(at + 1, v.n_bytes);
     }
-    return at;
+    return x3_min_size(at, v.n_bytes); /* a backslash may be the last byte */
 }
 
 /* The text of a member of a JSON object that is known to be valid: numbers stay as they were written. */

@@ -126,6 +126,9 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     EXPECT(0, "model.layers.0.self_attn.q_proj K=4", "exl3-quantize verify %s/mixed --source %s/model", at.dir, at.dir);
     EXPECT(2, "--head-bits and --uniform go with --bits", "exl3-quantize run %s/model %s/x --recipe %s/r.yaml --head-bits 6 --text %s/calib.txt", at.dir, at.dir, at.dir, at.dir);
     EXPECT(2, "one of --bits and --recipe", "exl3-quantize run %s/model %s/x --text %s/calib.txt", at.dir, at.dir, at.dir);
+    EXPECT(1, "the output folder is not empty", "exl3-quantize run %s/model %s/mixed --bits 3 --text %s/calib.txt --cols 100 --resume", at.dir, at.dir, at.dir);
+    EXPECT(0, "body 5", "exl3-quantize run %s/model %s/slashed// --bits 5 --uniform --text %s/calib.txt --cols 100 --rows 1", at.dir, at.dir, at.dir);
+    CHECK(x3_path_exists(x3_test_path(at.dir, "slashed/config.json")) && !x3_path_exists(x3_test_path(at.dir, "slashed.work")));
     EXPECT(0, "measured", "exl3-quantize measure %s/model --out %s/m.json --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir);
 }
 
@@ -215,6 +218,9 @@ X3_TEST(cli_report_names_what_a_receipt_lacks_and_writes_nothing)
     snprintf(at.dir, sizeof at.dir, "%s", x3_test_temp_dir());
     write_score("bad.json", "00000000000000aa", "\"low\"");
     EXPECT(1, "bad.json: \"kl.mean\" is missing or not a number", "exl3-eval report %s/bad.json --out %s/page.html", at.dir, at.dir);
+    write_score("hash.json", "<script src=//a>", "0.25"); /* 16 bytes, too */
+    EXPECT(1, "hash.json: \"reference.xxh3\" is not 16 hexadecimal digits", "exl3-eval report %s/hash.json --out %s/page.html", at.dir,
+           at.dir);
     x3_test_write(x3_test_path(at.dir, "none.json"), "{\"a\": 1}", 8);
     EXPECT(1, "none.json: is neither the receipt of a score nor that of a pack", "exl3-eval report %s/none.json --out %s/page.html",
            at.dir, at.dir);

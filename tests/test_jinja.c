@@ -85,6 +85,8 @@ X3_TEST(jinja_ends_hostile_templates_at_its_limits)
     expect_limit("{{ 'a'.center(99999999999) }}", (x3_jinja_options){0}, "t:1: ");
     expect_limit("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}\n{{ m(0) }}", (x3_jinja_options){0}, "t:");
     expect_limit("{% set l = [] %}{{ 10 ** 10 ** 10 }}", (x3_jinja_options){0}, "t:1: ");
+    expect_limit("{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% set ns.x = ns.x|select %}{% endfor %}{{ ns.x|first }}",
+                 (x3_jinja_options){0}, "levels inside one another");
     memset(deep, '(', sizeof deep - 1);
     deep[sizeof deep - 1] = '\0';
     CHECK_OK(x3_asprintf(&nest, &err, "{{ %s", deep), &err);

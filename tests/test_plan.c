@@ -250,6 +250,18 @@ X3_TEST(plan_for_a_size_fills_it_and_says_when_it_cannot)
     for (size_t i = 6; i < p.n; i += 7)
         CHECK(plan.allocation.K[i] == 2);
     x3_plan_free(&plan);
+    o.bits = 0;
+    o.size_bytes = bytes + 80000; /* the plan of a size begins with everything at its least */
+    CHECK_OK(x3_plan_create(&plan, p.c, &m, &o, &err), &err);
+    CHECK(plan.allocation.K[7 + 4] == 7 && plan.allocation.K[6] == 2 && plan.folder_bytes <= o.size_bytes);
+    x3_plan_free(&plan);
+    o.size_bytes = 0;
+    o.bits = 4;
+    kl[0] = 0; /* nothing was seen of it */
+    o.n_sets = 0;
+    CHECK_OK(x3_plan_create(&plan, p.c, &m, &o, &err), &err);
+    CHECK(plan.allocation.K[0] == X3_UNMEASURED_K && plan.n_unmeasured == 1);
+    x3_plan_free(&plan);
     o.sets = none;
     o.n_sets = 1;
     CHECK_FAILS(x3_plan_create(&plan, p.c, &m, &o, &err), &err, "no linear that is quantized has a name like \"*.q_projx\"");
@@ -327,4 +339,45 @@ X3_TEST(measurement_in_one_pass_and_in_many_is_the_same)
     free(again);
     free(cut);
     free(whole);
+}
+
+X3_TEST(measurement_of_experts_shares_what_they_cost_and_does_not_depend_on_passes)
+{
+    const char *root = x3_test_temp_dir(), *out = x3_test_path(root, "m.json");
+    char model[300], text[300];
+    x3_tiny t = X3_TINY_MOE("glm4_moe");
+    x3_findings findings = {0};
+    x3_measurement a, b;
+    x3_err err = {0};
+    size_t layer, n = 0;
+
+    x3_test_skip_if_emulated();
+    t.experts = 18; /* more than are disturbed at a time */
+    t.chosen = 3;
+    t.dense = 1;
+    snprintf(model, sizeof model, "%s", x3_test_path(root, "model"));
+    snprintf(text, sizeof text, "%s", x3_test_path(root, "text.txt"));
+    x3_checkpoint *c = open_tiny(model, &t);
+    x3_tiny_text(text, 2200, 1);
+    x3_measure_options o = {.model = model, .out = out, .texts = (const char *const[]){text}, .n_texts = 1, .rows = 4,
+                            .cols = 128, .score_rows = 2, .codebook = X3_CB_MUL1, .seed = 1, .device = "cpu", .n_threads = 2};
+    CHECK_OK(x3_measure_run(&o, NULL, &findings, &err), &err);
+    CHECK_OK(x3_measurement_load(&a, out, c, &err), &err);
+    o.memory_bytes = 1; /* a layer a pass */
+    CHECK_OK(x3_measure_run(&o, NULL, &findings, &err), &err);
+    CHECK_OK(x3_measurement_load(&b, out, c, &err), &err);
+    double least = INFINITY, most = 0;
+    for (size_t i = 0; i < a.n; i++) {
+        const x3_linear_desc *d = x3_model_linear(c->model, i, &layer);
+        CHECK_MSG(a.kl[i] == b.kl[i] && (a.kl[i] > 0) == d->quantized, "%s: %g and %g", d->name, a.kl[i], b.kl[i]);
+        if (strstr(d->name, ".experts.") != NULL && strstr(d->name, "down_proj") != NULL) {
+            least = fmin(least, a.kl[i]);
+            most = fmax(most, a.kl[i]);
+            n++;
+        }
+    }
+    CHECK(n == 18 && least < most && most < 18 * least * 100);
+    x3_measurement_free(&a);
+    x3_measurement_free(&b);
+    x3_checkpoint_close(c);
 }

@@ -1,6 +1,8 @@
 /* Reasoning and tool calls in replies. */
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "formats/json.h"
 #include "runtime/reply_parser.h"
@@ -146,4 +148,25 @@ X3_TEST(reply_parser_knows_formats_by_their_template)
     CHECK(x3_tool_format_of("a <｜tool▁calls▁begin｜> b") == X3_TOOLS_DEEPSEEK);
     CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
     CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
+}
+
+/* The body ends where readable memory does. */
+X3_TEST(tool_calls_that_end_in_a_backslash_are_not_read_past_their_end)
+{
+    static const char *const bodies[] = {"{\"name\": \"f\\", "\"\\", "{\"name\":\"f\",\"parameters\":{}}\"\\", "[\"\\"};
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    CHECK(memory != MAP_FAILED && mprotect(memory + page, page, PROT_NONE) == 0);
+    for (size_t i = 0; i < 4; i++) {
+        x3_tool_calls calls = {0};
+        size_t n = strlen(bodies[i]);
+        bool parsed;
+        x3_err err = {0};
+        char *body = memcpy(memory + page - n, bodies[i], n);
+        CHECK_OK(x3_tool_calls_parse(X3_TOOLS_LLAMA, body, n, NULL, &calls, &parsed, &err), &err);
+        CHECK(!parsed && calls.n_items == 0);
+        x3_tool_calls_free(&calls);
+    }
+    munmap(memory, 2 * page);
 }

@@ -115,6 +115,23 @@ X3_TEST(sampler_is_greedy_at_temperature_zero_and_takes_the_lower_of_equals)
     x3_sampler_free(s);
 }
 
+X3_TEST(sampler_is_greedy_where_the_inverse_of_the_temperature_is_infinite)
+{
+    x3_sampling p = plain();
+    size_t counts[V];
+
+    p.temperature = 1e-310;
+    for (int k = 0; k < 3; k += 2) {
+        p.top_k = k;
+        count_draws(&p, 5, counts);
+        CHECK(counts[1] == 5);
+    }
+    p.temperature = 1e-300; /* finite */
+    p.top_k = 0;
+    count_draws(&p, 50, counts);
+    CHECK(counts[1] + counts[3] == 50);
+}
+
 X3_TEST(sampler_gives_the_same_for_the_same_seed_only)
 {
     x3_sampling p = plain();
@@ -315,4 +332,19 @@ X3_TEST(text_stream_repairs_what_is_no_utf8_as_the_whole_text_would_be)
     CHECK_OK(x3_text_put(&room, "", 1, &err), &err);
     expect_stream(bad, NULL, 0, room.items, false);
     x3_text_free(&room);
+}
+
+X3_TEST(text_stream_replaces_nul_which_would_end_a_c_string)
+{
+    x3_text_stream *s;
+    x3_text out = {0};
+    x3_err err = {0};
+    bool stopped;
+
+    CHECK_OK(x3_text_stream_create(&s, NULL, 0, &err), &err);
+    CHECK_OK(x3_text_stream_put(s, "a\0b\xFF\0", 5, &out, &stopped, &err), &err);
+    CHECK_OK(x3_text_stream_end(s, &out, &err), &err);
+    CHECK(out.n_items == 11 && memcmp(out.items, "a\xEF\xBF\xBD" "b\xEF\xBF\xBD\xEF\xBF\xBD", 11) == 0);
+    x3_text_stream_free(s);
+    x3_text_free(&out);
 }

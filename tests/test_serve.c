@@ -283,7 +283,7 @@ static void *call(void *arg)
 
     if (c->leaves) {
         int fd = x3_http_connect(at.port);
-        snprintf(head, sizeof head, "POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %zu\r\n\r\n", CHAT, strlen(c->body));
+        snprintf(head, sizeof head, "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %zu\r\n\r\n", CHAT, strlen(c->body));
         x3_http_send(fd, head, strlen(head));
         x3_http_send(fd, c->body, strlen(c->body));
         if (read(fd, block, sizeof block) < 0)
@@ -343,7 +343,7 @@ X3_TEST(serve_shuts_down_in_the_middle_of_streams)
     open_plain();
     for (int i = 0; i < 4; i++) {
         fds[i] = x3_http_connect(at.port);
-        snprintf(head, sizeof head, "POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %zu\r\n\r\n", CHAT, strlen(body));
+        snprintf(head, sizeof head, "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %zu\r\n\r\n", CHAT, strlen(body));
         x3_http_send(fds[i], head, strlen(head));
         x3_http_send(fds[i], body, strlen(body));
         CHECK(read(fds[i], block, sizeof block) > 0);

@@ -189,16 +189,16 @@ X3_TEST(serve_closes_on_what_is_no_http)
 {
     static const char *const raw[] = {
         "\r\n\r\n\r\n\r\n", "GET\r\n\r\n", "nonsense\r\n\r\n", "GET / HTTP/9.9\r\n\r\n", "GET / HTTP/1.1\r\nHost\r\n\r\n",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n{}", "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n{}",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n{}",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: 9000000000\r\n\r\n{}",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n{}", "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n{}",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n{}",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000000\r\n\r\n{}",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n{}",
         "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "\xff\xfe\xfd",
-        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "DELETE /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
-        "POST " CHAT " HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}",
     };
-    char *long_header = nested("GET / HTTP/1.1\r\nHost: a\r\nX: ", "xxxxxxxxxxxxxxxxxxxx", "", 10000, "\r\n\r\n");
+    char *long_header = nested("GET / HTTP/1.1\r\nHost: localhost\r\nX: ", "xxxxxxxxxxxxxxxxxxxx", "", 10000, "\r\n\r\n");
 
     open_plain();
     for (size_t i = 0; i < sizeof raw / sizeof raw[0]; i++)
@@ -211,8 +211,9 @@ X3_TEST(serve_closes_on_what_is_no_http)
 
 X3_TEST(serve_closes_slow_and_half_open_connections)
 {
-    static const char head[] = "POST " CHAT " HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{\"messages\":";
+    static const char head[] = "POST " CHAT " HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{\"messages\":";
     double start = x3_seconds();
+    static const char line[] = "GET /health HTTP/1.1\r\nX: aaaaaaaaaaaaaaaaaa";
     int silent[8], slow = -1;
     char byte;
 
@@ -221,7 +222,7 @@ X3_TEST(serve_closes_slow_and_half_open_connections)
         silent[i] = x3_http_connect(at.port);
     slow = x3_http_connect(at.port);
     good_request();
-    for (size_t i = 0; i < 40 && send(slow, "GET /health HTTP/1.1\r\nX: aaaaaaaaaaaaaaaaaa" + i, 1, MSG_NOSIGNAL) == 1; i++)
+    for (size_t i = 0; i < sizeof line - 1 && send(slow, line + i, 1, MSG_NOSIGNAL) == 1; i++)
         usleep(100000); /* a byte now and then */
     CHECK(recv(slow, &byte, 1, 0) <= 0);
     x3_http_send(silent[0], head, 10);
@@ -241,7 +242,7 @@ X3_TEST(serve_closes_slow_and_half_open_connections)
 
 X3_TEST(serve_keeps_a_connection_for_several_requests)
 {
-    static const char request[] = "GET /health HTTP/1.1\r\nHost: a\r\n\r\n";
+    static const char request[] = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
     char block[4000];
     int fd;
 

@@ -32,7 +32,7 @@ void x3_tiny_text(const char *path, size_t n, uint64_t seed)
 
 /* ---- tokenizer: one token a byte ---- */
 
-static void write_tokenizer(const char *dir)
+void x3_tiny_tokenizer(const char *dir)
 {
     char *text = NULL;
     size_t size = 0;
@@ -315,7 +315,7 @@ void x3_tiny_write(const char *dir, const x3_tiny *t)
     if (t->extra != NULL)
         add(l, X3_BF16, 4, 0, 0, 1, "%s", t->extra);
     write_config(dir, t);
-    write_tokenizer(dir);
+    x3_tiny_tokenizer(dir);
     save_shards(dir, l, t->shards == 0 ? 1 : t->shards);
     for (size_t i = 0; i < l->n; i++)
         free(l->data[i]);

@@ -40,6 +40,8 @@ typedef struct x3_tiny {
 
 /* Writes the folder (created); fails the test on any error. */
 void x3_tiny_write(const char *dir, const x3_tiny *t);
+/* tokenizer.json in which every byte is a token, its id the byte. */
+void x3_tiny_tokenizer(const char *dir);
 /* A text of n random letters, blanks and line ends. */
 void x3_tiny_text(const char *path, size_t n, uint64_t seed);
 /* Writes a file. */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "formats/exl3.h"
+#include "formats/io.h"
 #include "quant/job.h"
 #include "quant/verify.h"
 #include "tools/kept.h"
@@ -61,16 +62,19 @@ static void print_summary(const x3_job *job)
 /* ---- check ---- */
 
 static struct check_values {
-    const char *model, *device;
+    const char *model, *device, *expert_hessian;
     double bits;
-    uint64_t memory;
+    uint64_t memory, rows, cols;
     x3_list ignored;
     bool list;
-} check_values = {.device = "cpu", .bits = 4};
+} check_values = {.device = "cpu", .expert_hessian = "auto", .bits = 4, .rows = 250, .cols = 2048};
 
 static const x3_option check_options[] = {
     {"bits", X3_OPT_NUMBER, offsetof(struct check_values, bits), "X", "body bits that sizes are shown for (4)", 1, 8, false},
     {"device", X3_OPT_TEXT, offsetof(struct check_values, device), "D", "cpu, cuda or cuda:N (cpu)", 0, 0, false},
+    {"rows", X3_OPT_COUNT, offsetof(struct check_values, rows), "N", "calibration rows that memory and time are shown for (250)", 1, 1e9, false},
+    {"cols", X3_OPT_COUNT, offsetof(struct check_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
+    {"expert-hessian", X3_OPT_TEXT, offsetof(struct check_values, expert_hessian), "H", "of gate and up: layer, own or auto (auto)", 0, 0, false},
     {"memory", X3_OPT_SIZE, offsetof(struct check_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
     {"list", X3_OPT_FLAG, offsetof(struct check_values, list), NULL, "say what becomes of every tensor", 0, 0, false},
     {"ignore-option", X3_OPT_LIST, offsetof(struct check_values, ignored), "KEY", "a config key that changes nothing", 0, 0, false},
@@ -90,8 +94,8 @@ static void print_tensors(const x3_checkpoint *c)
 static int run_check(void *values, const char *command_line)
 {
     struct check_values *v = values;
-    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .quant = X3_QUANT_DEFAULTS, .rows = 250,
-                        .cols = 2048, .memory_bytes = v->memory, .device = v->device,
+    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .quant = X3_QUANT_DEFAULTS, .rows = v->rows,
+                        .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
                         .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
     x3_reporter r;
@@ -99,6 +103,10 @@ static int run_check(void *values, const char *command_line)
     x3_err err = {0};
     int code = 0;
 
+    if (!x3_expert_hessian_parse(v->expert_hessian, &o.expert_hessian)) {
+        fprintf(stderr, "exl3-quantize check: --expert-hessian is layer, own or auto\n");
+        return 2;
+    }
     x3_reporter_open(&r, false);
     if (x3_job_open(&job, &o, NULL, &findings, &err) != X3_OK) {
         code = x3_report_error(&r, &findings, &err);
@@ -222,8 +230,8 @@ static x3_status plan_job(x3_job **job, x3_job_options *o, const x3_job_events *
 
     x3_job_close(*job);
     *job = NULL;
-    X3_TRY(rc, out, x3_asprintf(&measure, err, "%s.measure.json", base));
-    X3_TRY(rc, out, x3_asprintf(recipe, err, "%s.recipe.yaml", base));
+    X3_TRY(rc, out, x3_asprintf(&measure, err, "%.*s.measure.json", (int)x3_path_trimmed(base), base));
+    X3_TRY(rc, out, x3_asprintf(recipe, err, "%.*s.recipe.yaml", (int)x3_path_trimmed(base), base));
     X3_TRY(rc, out, x3_plan_for_run(o, measure, *recipe, events, findings, err));
     o->recipe = *recipe;
     rc = x3_job_open(job, o, events, findings, err);

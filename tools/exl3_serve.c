@@ -95,6 +95,8 @@ static x3_status check_memory(const struct service *s, const x3_engine_options *
         all = UINT64_MAX;
     printf("memory      weights %s, cache %s (%zu tokens), scratch %s\n", x3_bytes_text(m.weights), x3_bytes_text(m.cache),
            r.n_pages * X3_KV_PAGE, x3_bytes_text(m.scratch));
+    if (room == 0)
+        printf("memory      what %s has free is not known, and was not checked: --memory SIZE sets a limit\n", v->device);
     if (room > 0 && all > room)
         return x3_fail(err, X3_ERR_MEMORY, "%s are needed and %s are there: a smaller --ctx, --parallel or --cache takes less",
                        x3_bytes_text(all), x3_bytes_text(room));

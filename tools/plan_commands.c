@@ -117,6 +117,9 @@ static void print_plan(const x3_plan *p, const x3_model *m)
             printf("K = %d       %zu linears, %.1f %% of the weights\n", K, count[K], 100 * (double)weights[K] / (double)total);
     printf("predicted   KL %.4g without the head's part, uniform %.4g%s\n", p->predicted_kl, p->uniform_kl,
            p->is_uniform ? "; the uniform allocation is the plan" : "");
+    if (p->n_unmeasured > 0)
+        printf("unmeasured  %zu linears did nothing to the scored rows (an indexer below its top-k); they get %d bits\n",
+               p->n_unmeasured, X3_UNMEASURED_K);
     printf("folder      about %s\n", x3_bytes_text(p->folder_bytes));
 }
 
@@ -182,7 +185,7 @@ x3_status x3_plan_for_run(const x3_job_options *options, const char *measure_pat
         .score_rows = measure_values.score_rows, .codebook = options->quant.codebook, .seed = options->quant.seed,
         .memory_bytes = options->memory_bytes, .device = options->device, .n_threads = options->n_threads,
         .start = options->resume ? X3_MEASURE_RESUME : X3_MEASURE_REUSE,
-        .ignored_options = options->ignored_options, .command = options->command};
+        .other_kernels = options->other_kernels, .ignored_options = options->ignored_options, .command = options->command};
     const x3_plan_options p = {.bits = options->bits, .head_bits = options->head_bits, .min_bits = 1, .max_bits = 8,
                                .tie = options->tie};
     x3_status rc = x3_measure_run(&m, events, findings, err);

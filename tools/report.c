@@ -104,7 +104,10 @@ static x3_status read_score(x3_report *r, struct reader *d)
         .ctx = number(d, "ctx"),
         .nonfinite = number(d, "nonfinite"),
     };
-    snprintf(s->reference, sizeof s->reference, "%.16s", text(d, "reference.xxh3"));
+    const char *hash = text(d, "reference.xxh3");
+    if (d->rc == X3_OK && (strlen(hash) != 16 || strspn(hash, "0123456789abcdefABCDEF") != 16))
+        d->rc = x3_fail(d->err, X3_ERR_INPUT, "%s: \"reference.xxh3\" is not 16 hexadecimal digits", d->path);
+    snprintf(s->reference, sizeof s->reference, "%.16s", hash);
     if (d->rc == X3_OK)
         d->rc = join_names(r, find(d, "text"), &s->text, d->err);
     r->n_scores += d->rc == X3_OK;

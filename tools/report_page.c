@@ -187,7 +187,9 @@ static void put_scores(FILE *f, const x3_report *r)
                    "standard error over rows. Text: ",
                 of->positions, of->ctx);
         put_text(f, of->text);
-        fprintf(f, "; reference %s.</p>\n<svg viewBox='0 0 %d %d' role='img'>\n", of->reference, PLOT_W, PLOT_H);
+        fputs("; reference ", f);
+        put_text(f, of->reference);
+        fprintf(f, ".</p>\n<svg viewBox='0 0 %d %d' role='img'>\n", PLOT_W, PLOT_H);
         put_axes(f, &p);
         put_points(f, r, of, &p);
         fputs("</svg>\n", f);
