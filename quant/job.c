@@ -113,25 +113,19 @@ out:
 
 struct batch {
     const x3_planned_group *planned; /* n of them, consecutive */
+    const x3_weight *dense;          /* their source weights in device memory */
     x3_quant_linear *linears;
     size_t n;
 };
 
-static x3_status load_source(x3_job *job, const x3_linear_desc *d, const float **d_w, x3_err *err)
+/* The source weight as float32; `dense` is its device copy in its own type. */
+static x3_status load_source(x3_job *job, const x3_weight *dense, const float **d_w, x3_err *err)
 {
-    const x3_tensor *t = x3_checkpoint_weight(job->source, d);
-    float *host = NULL, *device = NULL;
-    x3_status rc;
+    float *device = NULL;
+    x3_status rc = x3_device_floats(job->dev, &device, dense->n_out * dense->n_in, err);
 
-    X3_TRY(rc, out, x3_alloc(&host, d->n_out * d->n_in, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(job->source, t, 0, d->n_out, host, err));
-    X3_TRY(rc, out, x3_device_floats(job->dev, &device, d->n_out * d->n_in, err));
     *d_w = device;
-    X3_TRY(rc, out, job->dev->ops->upload(job->dev, device, host, d->n_out * d->n_in * sizeof *host, err));
-    rc = job->dev->ops->sync(job->dev, err);
-out:
-    free(host);
-    return rc;
+    return rc == X3_OK ? job->dev->ops->dense_floats(job->dev, dense, device, err) : rc;
 }
 
 static x3_status write_bias(x3_job *job, const x3_planned_group *g, x3_err *err)
@@ -191,7 +185,7 @@ static x3_status quantize_batch(x3_job *job, struct batch *b, const char *group,
     for (size_t i = 0; i < b->n; i++) {
         const x3_linear_desc *d = b->planned[i].linear;
         b->linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = b->planned[i].K};
-        TIMED(job, X3_STAGE_LOAD, rc, out, load_source(job, d, &b->linears[i].d_w, err));
+        TIMED(job, X3_STAGE_LOAD, rc, out, load_source(job, &b->dense[i], &b->linears[i].d_w, err));
     }
     TIMED(job, X3_STAGE_QUANTIZE, rc, out,
           x3_quantize_group(job->dev, &job->o.quant, group, h, b->linears, b->n, &uncalibrated, err));
@@ -253,7 +247,7 @@ static x3_status quantize_layer(x3_job *job, size_t layer, x3_layer_weights *w, 
 
     X3_TRY(rc, out, x3_alloc(&linears, l->n_linears, sizeof *linears, err));
     for (size_t i = 0; i < l->n_linears;) {
-        struct batch b = {.planned = planned + i, .linears = linears + i};
+        struct batch b = {.planned = planned + i, .dense = w->linears + i, .linears = linears + i};
         while (i + b.n < l->n_linears && l->linears[i + b.n].input == l->linears[i].input && planned[i + b.n].K > 0)
             b.n++;
         if (b.n == 0) {
@@ -523,7 +517,8 @@ static x3_status run_head(x3_job *job, x3_err *err)
 {
     const size_t group = job->plan->n_groups - 1;
     x3_quant_linear linear = {0};
-    struct batch b = {.planned = &job->plan->groups[group], .linears = &linear, .n = 1};
+    x3_weight dense = {0};
+    struct batch b = {.planned = &job->plan->groups[group], .dense = &dense, .linears = &linear, .n = 1};
     cJSON *record = NULL, *entries = NULL;
     x3_hessian *h = NULL;
     x3_status rc;
@@ -539,11 +534,13 @@ static x3_status run_head(x3_job *job, x3_err *err)
     record = cJSON_CreateObject();
     X3_TRY(rc, out, x3_json_add(record, "groups", entries = cJSON_CreateArray(), err));
     TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
+    TIMED(job, X3_STAGE_LOAD, rc, out, x3_linear_load(&dense, job->dev, job->source, b.planned->linear, err));
     X3_TRY(rc, out, quantize_batch(job, &b, "lm_head.input", h, entries, err));
     X3_TRY(rc, out, save_record(job, "head", group, 1, record, err));
     rc = add_entries(job, entries, err);
 out:
     x3_quant_linear_free(job->dev, &linear);
+    x3_linear_free(&dense, job->dev);
     x3_hessian_free(h);
     cJSON_Delete(record);
     return rc;

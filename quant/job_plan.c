@@ -164,7 +164,7 @@ static uint64_t head_bytes(const x3_job *job)
     const x3_model *m = job->source->model;
     uint64_t n = x3_round_up(m->hidden, 128), columns = x3_round_up(m->vocab, 128);
 
-    return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 7 * n * columns);
+    return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 8 * n * columns);
 }
 
 /* What the device's operations need for themselves: the most that any group of linears asks for. */
