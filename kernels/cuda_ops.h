@@ -103,6 +103,9 @@ x3_status x3_cuda_split_cols(const float *d_x, size_t ldx, size_t n_rows, size_t
 x3_status x3_cuda_split_weight(const void *d_w, x3_cuda_dense_type type, size_t n_out, size_t n_in, uint16_t *d_high,
                                uint16_t *d_low, size_t ld, uint32_t *d_largest, float *d_unit, x3_cuda_stream stream,
                                x3_err *err) X3_MUST;
+/* out [n] = a dense weight of n numbers as float32. */
+x3_status x3_cuda_dense_floats(const void *d_w, x3_cuda_dense_type type, size_t n, float *d_out, x3_cuda_stream stream,
+                               x3_err *err) X3_MUST;
 /* y[r][c] = y[r][c] * row_unit[r] * *unit + bias[c]; unit and bias may be NULL. */
 x3_status x3_cuda_finish_rows(float *d_y, size_t ldy, size_t n_rows, size_t n, const float *d_row_unit, const float *d_unit,
                               const float *d_bias, x3_cuda_stream stream, x3_err *err) X3_MUST;

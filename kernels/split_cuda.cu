@@ -207,6 +207,26 @@ x3_status x3_cuda_split_weight(const void *d_w, x3_cuda_dense_type type, size_t 
     return x3_cuda_check(cudaGetLastError(), "weight as float16", err);
 }
 
+static __global__ void __launch_bounds__(FLAT_THREADS) dense_floats(const void *w, x3_cuda_dense_type type, size_t n, float *out)
+{
+    const size_t i = ((size_t)blockIdx.x * FLAT_THREADS + threadIdx.x) * 4;
+    float v[4];
+
+    if (i >= n)
+        return;
+    weight_4(v, w, type, i, n - i);
+    store_4(v, out, X3_CUDA_F32, 0, i, n, true);
+}
+
+x3_status x3_cuda_dense_floats(const void *d_w, x3_cuda_dense_type type, size_t n, float *d_out, x3_cuda_stream stream,
+                               x3_err *err)
+{
+    if (n == 0)
+        return X3_OK;
+    dense_floats<<<flat_grid((n + 3) / 4), FLAT_THREADS, 0, stream>>>(d_w, type, n, d_out);
+    return x3_cuda_check(cudaGetLastError(), "weight as float32", err);
+}
+
 /* ---- after the product --------------------------------------------------------------------------------------------------- */
 
 static __global__ void __launch_bounds__(FLAT_THREADS) finish_rows(float *y, size_t ldy, size_t n, const float *row_unit,

@@ -428,6 +428,7 @@ static const x3_device_ops cuda_ops = {
     .mirror = x3_cuda_op_mirror,
     .spd_solve = timed_spd_solve,
     .block_ldl = timed_block_ldl,
+    .dense_floats = x3_cuda_op_dense_floats,
     .transpose_pad = timed_transpose_pad,
     .scale_rows = x3_cuda_op_scale_rows,
     .scale_cols = x3_cuda_op_scale_cols,

@@ -102,6 +102,7 @@ void x3_cuda_experts_free(x3_device_cuda *cuda);
 /* Operations of the table, by file: device_cuda_forward.c. */
 x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
                             size_t ldy, x3_err *err);
+x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
 x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
                               float eps, float *d_out, size_t ldo, x3_err *err);
 x3_status x3_cuda_op_rope(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err);

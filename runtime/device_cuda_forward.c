@@ -183,6 +183,11 @@ x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x
     return dense ? dense_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err) : exl3_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err);
 }
 
+x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err)
+{
+    return x3_cuda_dense_floats(w->data, x3_cuda_type_of(w), w->n_out * w->n_in, d_out, x3_cuda(dev)->stream, err);
+}
+
 /* ---- rows ---- */
 
 x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,

@@ -153,6 +153,23 @@ X3_TEST(cuda_linear_keeps_rows_that_are_not_finite_to_themselves)
     x3_pair_close(&p);
 }
 
+X3_TEST(cuda_dense_weights_as_float32_equal_the_cpu)
+{
+    static const x3_weight_kind kinds[] = {X3_WEIGHT_BF16, X3_WEIGHT_F16, X3_WEIGHT_F32};
+    x3_pair p = x3_pair_open();
+    x3_err err = {0};
+
+    for (int k = 0; k < 3; k++) {
+        x3_twin_weight w = x3_twin_dense(&p, kinds[k], 301, 67);
+        x3_twin out = x3_twin_random(&p, "out", 301 * 67);
+        BOTH(p, &err, dev->ops->dense_floats(dev, on_gpu ? &w.gpu : &w.cpu, OF(out), &err));
+        CHECK(x3_twin_equal(&p, &out));
+        x3_twin_free(&p, &out);
+        x3_twin_weight_free(&p, &w);
+    }
+    x3_pair_close(&p);
+}
+
 /* ---- rows ---- */
 
 X3_TEST(cuda_norm_rope_silu_and_add_equal_the_cpu)
