@@ -8,7 +8,7 @@
 #define EXPERT_THREADS 256
 #define EXPERT_OUTS 128      /* of a block: one block of the Hadamard transform */
 #define EXPERT_STAGE_UNITS 4 /* rows of tiles that arrive in shared memory together; divides 8 */
-#define EXPERT_STAGES 3
+#define EXPERT_STAGES(few) ((few) ? 8 : 3) /* on their way; few rows are limited by the latency of memory */
 
 typedef struct expert_args {
     const x3_cuda_expert *experts;
@@ -44,7 +44,7 @@ void x3_expert_kernels_k8(expert_kernels *out);
 /* Shared memory: stages of words and rows, in whose place the sums [rows][132] come at last. */
 static inline size_t expert_shared_bytes(int K, expert_shape s)
 {
-    const size_t stages = (size_t)EXPERT_STAGES * EXPERT_STAGE_UNITS * (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
+    const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS * (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
 
     return x3_max_size(stages, (size_t)EXPERT_ROWS(s) * (EXPERT_OUTS + 4) * sizeof(float));
 }

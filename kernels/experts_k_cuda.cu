@@ -12,12 +12,11 @@
 
 #define TILE_WORDS (8 * X3_K)
 #define UNITS EXPERT_STAGE_UNITS
-#define STAGES EXPERT_STAGES
 #define STRIP_WORDS (EXPERT_OUTS / X3_TILE * TILE_WORDS) /* of a unit: a row of tiles */
 #define OUT_LD (EXPERT_OUTS + 4)
 
 /* Shared memory of a stage: words [UNITS][STRIP_WORDS], rows [UNITS][ROWS][4] of 16 bytes. */
-template <int ROWS> static __device__ __forceinline__ uint4 *stage_at(uint4 *room, int stage)
+template <int ROWS, int STAGES> static __device__ __forceinline__ uint4 *stage_at(uint4 *room, int stage)
 {
     return room + stage % STAGES * (UNITS * STRIP_WORDS / 4 + UNITS * ROWS * 4);
 }
@@ -103,6 +102,7 @@ template <int CODEBOOK, int TILES, int NT>
 static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts(const __grid_constant__ expert_args a)
 {
     constexpr int along = EXPERT_OUTS / X3_TILE / TILES, ROWS = 8 / along * NT * 8; /* warps along the outputs */
+    constexpr int STAGES = EXPERT_STAGES(NT == 1);
     extern __shared__ __align__(16) uint4 room[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = warp % along * TILES, part = warp / along * NT * 8;
     const int e = a.list[blockIdx.y], stripe = blockIdx.x, n_stages = a.n_units / UNITS;
@@ -117,7 +117,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
         __syncthreads(); /* the sums of the rows before have been read */
         for (int s = 0; s < STAGES - 1; s++)
             if (s < n_stages)
-                fetch_stage<ROWS>(stage_at<ROWS>(room, s), a, words, (a.reverse ? n_stages - 1 - s : s) * UNITS, row, end);
+                fetch_stage<ROWS>(stage_at<ROWS, STAGES>(room, s), a, words, (a.reverse ? n_stages - 1 - s : s) * UNITS, row, end);
             else
                 copy_async_commit();
         for (int s = 0; s < n_stages; s++) {
@@ -125,10 +125,10 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
             copy_async_wait<STAGES - 2>();
             __syncthreads();
             if (next < n_stages)
-                fetch_stage<ROWS>(stage_at<ROWS>(room, next), a, words, (a.reverse ? n_stages - 1 - next : next) * UNITS, row, end);
+                fetch_stage<ROWS>(stage_at<ROWS, STAGES>(room, next), a, words, (a.reverse ? n_stages - 1 - next : next) * UNITS, row, end);
             else
                 copy_async_commit();
-            multiply_stage<CODEBOOK, TILES, NT, ROWS>(total, stage_at<ROWS>(room, s), bits, o, tile, part, lane);
+            multiply_stage<CODEBOOK, TILES, NT, ROWS>(total, stage_at<ROWS, STAGES>(room, s), bits, o, tile, part, lane);
         }
         __syncthreads();
 #pragma unroll

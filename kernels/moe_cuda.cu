@@ -20,8 +20,12 @@ static __device__ __forceinline__ void make_scores(const x3_route_rule &r, const
     float top = -CUDART_INF_F, sum = 0;
 
     if (r.scores == X3_ROUTE_SIGMOID) {
+        bool finite = true;
         for (int e = lane; e < n; e += X3_WARP)
-            scores[e] = isfinite(logits[e]) ? 1.0f / (1.0f + exp_exact(-logits[e])) : CUDART_NAN_F;
+            finite &= isfinite(logits[e]) != 0;
+        finite = __all_sync(X3_ALL_LANES, finite);
+        for (int e = lane; e < n; e += X3_WARP)
+            scores[e] = finite ? 1.0f / (1.0f + exp_exact(-logits[e])) : CUDART_NAN_F;
         __syncwarp();
         return;
     }

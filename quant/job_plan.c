@@ -446,6 +446,7 @@ out:
     x3_device_free(job->dev, t.d_q);
     x3_device_free(job->dev, t.d_x);
     x3_device_free(job->dev, t.d_y);
+    job->dev->peak_bytes = job->dev->used_bytes; /* the peak that counts is the job's */
     return rc;
 }
 

@@ -164,6 +164,19 @@ static x3_status out_of_memory(x3_device_cuda *cuda, size_t n_bytes, x3_err *err
                    cuda->info.name, n_bytes, n_free, total, cuda->base.used_bytes);
 }
 
+/* From the driver's pool: a job allocates and frees by the ten thousands, and what a layer needed the next one does too. */
+static cudaError_t take_from_pool(x3_device_cuda *cuda, void **p, size_t n_bytes)
+{
+    cudaError_t error = cudaMallocAsync(p, n_bytes == 0 ? 1 : n_bytes, cuda->stream);
+
+    if (error != cudaErrorMemoryAllocation)
+        return error;
+    (void)cudaGetLastError();
+    (void)cudaStreamSynchronize(cuda->stream); /* what is free but in pieces goes back */
+    (void)cudaMemPoolTrimTo(cuda->pool, 0);
+    return cudaMallocAsync(p, n_bytes == 0 ? 1 : n_bytes, cuda->stream);
+}
+
 static x3_status cuda_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err)
 {
     x3_device_cuda *cuda = x3_cuda(dev);
@@ -172,7 +185,7 @@ static x3_status cuda_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *
 
     *out = NULL;
     X3_TRY(rc, out, grow_blocks(cuda, err));
-    cudaError_t error = cudaMalloc(&b.p, n_bytes == 0 ? 1 : n_bytes);
+    cudaError_t error = take_from_pool(cuda, &b.p, n_bytes);
     if (error == cudaErrorMemoryAllocation)
         return out_of_memory(cuda, n_bytes, err);
     X3_TRY(rc, out, x3_cuda_result(error, "allocating memory", err));
@@ -188,7 +201,7 @@ out:
 static void cuda_free(x3_device *dev, void *p)
 {
     dev->used_bytes -= take_block(x3_cuda(dev), p);
-    (void)cudaFree(p); /* waits for the work that uses it */
+    (void)cudaFreeAsync(p, x3_cuda(dev)->stream); /* after the work that uses it */
 }
 
 x3_status x3_cuda_reserve(x3_device_cuda *cuda, x3_cuda_buffer *buffer, size_t n_bytes, x3_err *err)
@@ -271,9 +284,13 @@ static void cuda_destroy(x3_device *dev)
     free_spans(cuda);
     for (size_t i = 0; i < cuda->block_capacity; i++)
         if (cuda->blocks[i].p != NULL)
-            (void)cudaFree(cuda->blocks[i].p);
-    if (cuda->stream != NULL)
+            (void)cudaFreeAsync(cuda->blocks[i].p, cuda->stream);
+    if (cuda->stream != NULL) {
+        (void)cudaStreamSynchronize(cuda->stream);
+        if (cuda->pool != NULL)
+            (void)cudaMemPoolTrimTo(cuda->pool, 0);
         (void)cudaStreamDestroy(cuda->stream);
+    }
     x3_cuda_experts_free(cuda);
     free(cuda->blocks);
     free(cuda->table);
@@ -446,6 +463,18 @@ static const x3_device_ops cuda_ops = {
 
 #define BLAS_WORKSPACE ((size_t)64 << 20)
 
+/* Freed memory stays with the pool until the device is closed, or until something does not fit. */
+static x3_status open_pool(x3_device_cuda *cuda, x3_err *err)
+{
+    uint64_t keep = UINT64_MAX;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_cuda_result(cudaDeviceGetDefaultMemPool(&cuda->pool, cuda->info.device), "opening the memory pool", err));
+    rc = x3_cuda_result(cudaMemPoolSetAttribute(cuda->pool, cudaMemPoolAttrReleaseThreshold, &keep), "keeping memory", err);
+out:
+    return rc;
+}
+
 /* Stream, handles and the workspace of cuBLAS, fixed so that its choices do not depend on what is free. */
 static x3_status open_libraries(x3_device_cuda *cuda, x3_err *err)
 {
@@ -453,6 +482,7 @@ static x3_status open_libraries(x3_device_cuda *cuda, x3_err *err)
 
     X3_TRY(rc, out, x3_cuda_libraries_load(err));
     X3_TRY(rc, out, x3_cuda_result(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "creating a stream", err));
+    X3_TRY(rc, out, open_pool(cuda, err));
     X3_TRY(rc, out, x3_cuda_blas_result(cublasCreate(&cuda->blas), "opening", err));
     X3_TRY(rc, out, x3_cuda_blas_result(cublasSetStream(cuda->blas, cuda->stream), "choosing the stream", err));
     X3_TRY(rc, out, cuda_alloc(&cuda->base, &cuda->blas_workspace, BLAS_WORKSPACE, err));

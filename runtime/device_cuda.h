@@ -22,6 +22,7 @@ typedef struct x3_device_cuda {
     x3_device base;
     x3_cuda_info info;
     cudaStream_t stream;
+    cudaMemPool_t pool;
     cublasHandle_t blas;
     cusolverDnHandle_t solver;
     x3_cuda_buffer scratch, linear; /* linear: begins with the counters of x3_cuda_linear, zero between calls */

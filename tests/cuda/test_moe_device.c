@@ -31,15 +31,20 @@ static void upload_ints(const x3_pair *p, const twin_ints *t)
     CHECK_OK(p->gpu->ops->sync(p->gpu, &err), &err);
 }
 
+/* Says the first that differs. */
 static bool equal_ints(const x3_pair *p, const twin_ints *t)
 {
     int32_t *got = malloc(t->n * sizeof *got);
     x3_err err = {0};
 
     CHECK_OK(p->gpu->ops->download(p->gpu, got, t->gpu, t->n * sizeof *got, &err), &err);
-    bool same = memcmp(got, t->cpu, t->n * sizeof *got) == 0;
+    size_t i = 0;
+    while (i < t->n && got[i] == t->cpu[i])
+        i++;
+    if (i < t->n)
+        printf("    number %zu is %d, on the CPU %d\n", i, got[i], t->cpu[i]);
     free(got);
-    return same;
+    return i == t->n;
 }
 
 static void free_ints(const x3_pair *p, twin_ints *t)
