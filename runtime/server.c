@@ -135,12 +135,6 @@ enum MHD_Result x3_http_error(x3_http *q, const x3_api_error *e)
     return x3_http_json(q, (unsigned)e->status, json);
 }
 
-void x3_http_touch(const x3_http *q)
-{
-    MHD_set_connection_option(q->c, MHD_CONNECTION_OPTION_TIMEOUT, 0u); /* only a limit that was off begins anew */
-    MHD_set_connection_option(q->c, MHD_CONNECTION_OPTION_TIMEOUT, q->s->o.idle_seconds);
-}
-
 bool x3_http_is_gone(const x3_http *q)
 {
     char byte;
@@ -371,7 +365,7 @@ static x3_status start_daemon(x3_server *s, x3_err *err)
 {
     struct sockaddr_storage address;
     x3_status rc = fill_address(&s->o, &address, err);
-    unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC; /* quiesce needs it */
+    unsigned flags = MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC; /* quiesce asks for it */
 
     if (rc != X3_OK)
         return rc;

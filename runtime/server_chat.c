@@ -5,7 +5,7 @@
 #include "runtime/server_internal.h"
 
 #define POLL_SECONDS 0.2  /* how soon a client that has gone is noticed */
-#define SILENCE_SECONDS 10 /* after which a stream says that it is alive */
+#define SILENCE_SECONDS 10 /* after which a stream says that it is alive: libmicrohttpd cuts it after idle_seconds */
 
 /* Asks by the clock, not only when there is no news: tokens may come faster than every POLL_SECONDS. */
 static bool has_gone(const x3_http *q, double *asked)
@@ -48,9 +48,7 @@ static enum MHD_Result answer_whole(x3_http *q, x3_api_reply *reply)
     x3_api_error e = {0};
     x3_err err = {0};
 
-    bool whole = gather(q, reply, &err);
-    x3_http_touch(q);
-    if (whole) {
+    if (gather(q, reply, &err)) {
         const x3_err *failure = x3_api_reply_failure(reply);
         if (failure == NULL && x3_api_response(reply, &json, &err) == X3_OK)
             result = x3_http_json(q, 200, json);
@@ -116,7 +114,6 @@ static ssize_t on_read(void *arg, uint64_t at, char *to, size_t room)
             return MHD_CONTENT_READER_END_WITH_ERROR; /* a comment to clients */
     }
     t->spoke = x3_seconds();
-    x3_http_touch(t->q);
     size_t n = x3_min_size(room, t->out.n_items - t->n_sent);
     memcpy(to, t->out.items + t->n_sent, n);
     t->n_sent += n;

@@ -56,8 +56,6 @@ enum MHD_Result x3_http_error(x3_http *q, const x3_api_error *e);
 enum MHD_Result x3_http_text(x3_http *q, unsigned status, const char *type, const char *text, size_t n_bytes);
 /* Queues a response that has been made, and counts it. */
 enum MHD_Result x3_http_queue(x3_http *q, unsigned status, struct MHD_Response *response);
-/* Something is about to be sent: libmicrohttpd's limit of silence begins now, and not when it last sent something. */
-void x3_http_touch(const x3_http *q);
 /* True when the client has gone. */
 bool x3_http_is_gone(const x3_http *q);
 

@@ -1,6 +1,7 @@
 /* The server against silence, hosts of others, large requests, and its own end. */
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,6 +171,40 @@ X3_TEST(serve_ends_a_reply_whole_when_there_is_time)
     x3_engine_stop(at.engine, 60);
     x3_test_server_close(&at);
     expect_status(fd, 200, "\"completion_tokens\":40");
+}
+
+static void *read_late(void *arg)
+{
+    x3_http_answer *a = arg;
+    int fd = a->status;
+
+    sleep(1);
+    end(fd, a);
+    return NULL;
+}
+
+X3_TEST(serve_sends_an_answer_to_its_end_before_it_closes)
+{
+    const size_t n = 120000; /* tokens of 96 bytes: an answer too large for the buffers of sockets */
+    x3_http_answer a;
+    pthread_t reader;
+    x3_text body = {0};
+    char byte;
+    x3_err err = {0};
+
+    x3_test_server_open(&at, MODEL, NULL, (x3_engine_options){0}, (x3_server_options){0});
+    CHECK_OK(x3_text_put(&body, "{\"tokens\":[3047", 15, &err), &err);
+    for (size_t i = 1; i < n; i++)
+        CHECK_OK(x3_text_put(&body, ",3047", 5, &err), &err);
+    CHECK_OK(x3_text_put(&body, "]}", 3, &err), &err);
+    a.status = begin_post("/detokenize", body.items);
+    x3_text_free(&body);
+    CHECK(recv(a.status, &byte, 1, MSG_PEEK) == 1);
+    CHECK(pthread_create(&reader, NULL, read_late, &a) == 0);
+    x3_test_server_close(&at);
+    pthread_join(reader, NULL);
+    CHECK_MSG(a.status == 200 && a.n_body > 96 * n && a.body[a.n_body - 1] == '}', "%zu bytes", a.n_body);
+    x3_http_answer_free(&a);
 }
 
 X3_TEST(serve_refuses_to_connect_once_quiet)
