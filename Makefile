@@ -50,7 +50,7 @@ endif
 ifeq ($(CONFIG),cuda)
 CUDA_ARCHS ?= $(filter 80 86 89 90 100 120 121,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
 CUDA_PTX ?= $(or $(filter 100,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
-NVCC_FLAGS := -std=c++17 -O3 -lineinfo -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
+NVCC_FLAGS := -std=c++17 -O3 -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
               $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
 ifdef CI
 NVCC_FLAGS += -Werror all-warnings -Xcompiler -Werror
