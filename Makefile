@@ -20,7 +20,7 @@ endif
 OPT := -O2
 CFLAGS := -std=c11 -D_GNU_SOURCE -g $(WARN) -ffp-contract=off -pthread -I.
 LDFLAGS := -pthread
-LIBS := -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
+LIBS := -lmicrohttpd -lopenblas -lcjson -lxxhash -lpcre2-8 -lutf8proc -lyaml -lm
 
 ifeq ($(CONFIG),asan)
 OPT := -O1
@@ -67,7 +67,7 @@ ISA_FLAGS_avx2 := -mavx2 -mfma -mf16c
 ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
 
 FOLDERS := formats kernels runtime calib quant
-TOOLS := exl3-quantize exl3-eval
+TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
 CUDA_C := $(wildcard runtime/device_cuda*.c runtime/cuda_*.c)
 CUDA_K := $(wildcard kernels/*_k_cuda.cu)
@@ -75,14 +75,17 @@ CUDA_SRC := $(filter-out $(CUDA_K),$(wildcard kernels/*_cuda.cu))
 LIB_SRC := $(filter-out $(SIMD_SRC) $(if $(filter cuda,$(CONFIG)),,$(CUDA_C)),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
 CUDA_OBJ := $(if $(filter cuda,$(CONFIG)),$(CUDA_SRC:%.cu=$(B)/%.o) $(foreach k,1 2 3 4 5 6 7 8,$(CUDA_K:%.cu=$(B)/%$(k).o)))
 LIB_OBJ := $(CUDA_OBJ) $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
-TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c)
-CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o
-CUDA_TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/cuda/test_*.c)) $(B)/tests/test_main.o $(B)/tests/tiny_model.o
+TOOL_OBJ := $(patsubst %.c,$(B)/%.o,$(filter-out tools/exl3_%.c,$(wildcard tools/*.c)))
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/http_client.c)
+CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
+CUDA_TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/cuda/test_*.c)) $(B)/tests/test_main.o $(B)/tests/tiny_model.o \
+                 $(B)/tests/family_check.o
 FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-kl smollm2 \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl \
+        bench-families smollm2 \
         cuda cuda-compile test-cuda bench-cuda check install clean
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -121,6 +124,9 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
 conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
 	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
 
+bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (about half an hour)
+	tools/bench_families.sh $(B) $(DATA)
+
 bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
 
 bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis search
@@ -128,6 +134,9 @@ bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis searc
 
 bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
 	$(B)/tests/bench_anchor $(DATA)
+
+bench-plan: all $(B)/tests/bench_plan ## seconds and memory of a plan for a model of GLM-5.3's full shape
+	$(B)/tests/bench_plan $(B)/exl3-quantize build/bench-plan
 
 bench-kl: all ## KL of tiny-qwen3 packs beside the peer's, seeds 1 to 3 (about an hour)
 	tools/bench_kl.sh $(B) $(DATA)
@@ -164,7 +173,7 @@ clean: ## remove the build folder
 
 # ---- rules -----------------------------------------------------------------------------------------------------
 
-$(B)/exl3-%: $(B)/tools/exl3_%.o $(B)/tools/options.o $(B)/tools/progress.o $(B)/tools/replay.o $(LIB_OBJ)
+$(B)/exl3-%: $(B)/tools/exl3_%.o $(TOOL_OBJ) $(LIB_OBJ)
 	@echo "LINK $@"; $(CC) $(LDFLAGS) -o $@ $^ $(LIBS)
 
 $(B)/tests/cuda/tests: $(CUDA_TEST_OBJ) $(LIB_OBJ)
@@ -191,6 +200,9 @@ $(shell mkdir -p $(B); printf 'const char *x3_source_id(void);\nconst char *x3_s
   '$(SOURCE_ID)' > $(B)/source_id.new; cmp -s $(B)/source_id.new $(B)/source_id.c || cp $(B)/source_id.new $(B)/source_id.c)
 $(B)/source_id.o: $(B)/source_id.c
 	@$(CC) $(CFLAGS) -c $< -o $@
+
+# The assembler reads the page; the compiler does not say so.
+$(B)/runtime/server_page.o: runtime/server_page.html
 
 $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)

@@ -1,5 +1,6 @@
 #include "calib/hidden_state.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -92,48 +93,100 @@ static x3_status open_file(const x3_hidden_state *h, size_t layer, int flags, in
 
 x3_status x3_hidden_state_load(x3_hidden_state *h, size_t row, size_t n, float *d_out, x3_err *err)
 {
+    return x3_hidden_state_load_part(h, row, n, 0, h->row_floats, d_out, err);
+}
+
+/* Floats [first, first + count) of the rows at `states` in host memory, to the device. */
+static x3_status upload_part(x3_hidden_state *h, const float *states, size_t n, size_t first, size_t count, float *d_out,
+                             x3_err *err)
+{
     const x3_device_ops *ops = h->dev->ops;
-    const size_t bytes = n * h->row_floats * sizeof *d_out;
+    x3_status rc = X3_OK;
+
+    if (count == h->row_floats)
+        return ops->upload(h->dev, d_out, states, n * count * sizeof *d_out, err);
+    for (size_t i = 0; i < n && rc == X3_OK; i++)
+        rc = ops->upload(h->dev, d_out + i * count, states + i * h->row_floats + first, count * sizeof *d_out, err);
+    return rc;
+}
+
+x3_status x3_hidden_state_load_part(x3_hidden_state *h, size_t row, size_t n, size_t first, size_t count, float *d_out,
+                                    x3_err *err)
+{
+    float *states = h->place == X3_HIDDEN_DISK ? NULL : h->states + row * h->row_floats;
     x3_status rc;
 
     if (h->place == X3_HIDDEN_DEVICE)
-        return ops->copy(h->dev, d_out, h->states + row * h->row_floats, bytes, err);
+        return h->dev->ops->copy_2d(h->dev, d_out, count, states + first, h->row_floats, n, count, err);
     if (h->place == X3_HIDDEN_HOST)
-        return ops->upload(h->dev, d_out, h->states + row * h->row_floats, bytes, err);
+        return upload_part(h, states, n, first, count, d_out, err);
     X3_TRY(rc, out, reserve(h, n, err));
-    X3_TRY(rc, out, x3_pread_all(h->fd_from, h->buffer, bytes, (uint64_t)row * h->row_floats * sizeof *d_out, h->path_name, err));
-    X3_TRY(rc, out, ops->upload(h->dev, d_out, h->buffer, bytes, err));
-    rc = ops->sync(h->dev, err);
+    X3_TRY(rc, out, x3_pread_all(h->fd_from, h->buffer, n * h->row_floats * sizeof *d_out,
+                                 (uint64_t)row * h->row_floats * sizeof *d_out, h->path_name, err));
+    X3_TRY(rc, out, upload_part(h, h->buffer, n, first, count, d_out, err));
+    rc = h->dev->ops->sync(h->dev, err); /* the buffer is free again */
 out:
+    return rc;
+}
+
+static x3_status open_next(x3_hidden_state *h, x3_err *err)
+{
+    return h->fd_to >= 0 ? X3_OK : open_file(h, h->layer + 1, O_RDWR | O_CREAT | O_TRUNC, &h->fd_to, err);
+}
+
+/* Floats [first, first + count) of rows, from `in` [n][count]. */
+static x3_status write_part(x3_hidden_state *h, size_t row, size_t n, size_t first, size_t count, const float *in, x3_err *err)
+{
+    const size_t step = count == h->row_floats ? n : 1; /* rows a piece without gaps */
+    x3_status rc = open_next(h, err);
+
+    for (size_t i = 0; i < n && rc == X3_OK; i += step)
+        rc = x3_pwrite_all(h->fd_to, in + i * count, step * count * sizeof *in,
+                           ((uint64_t)(row + i) * h->row_floats + first) * sizeof *in, h->path_name, err);
     return rc;
 }
 
 static x3_status write_file(x3_hidden_state *h, size_t row, size_t n, const float *in, x3_err *err)
 {
-    if (h->fd_to < 0) {
-        x3_status rc = open_file(h, h->layer + 1, O_RDWR | O_CREAT | O_TRUNC, &h->fd_to, err);
-        if (rc != X3_OK)
-            return rc;
-    }
-    return x3_pwrite_all(h->fd_to, in, n * h->row_floats * sizeof *in, (uint64_t)row * h->row_floats * sizeof *in,
-                         h->path_name, err);
+    return write_part(h, row, n, 0, h->row_floats, in, err);
 }
 
 x3_status x3_hidden_state_store(x3_hidden_state *h, size_t row, size_t n, const float *d_in, x3_err *err)
 {
+    return x3_hidden_state_store_part(h, row, n, 0, h->row_floats, d_in, err);
+}
+
+x3_status x3_hidden_state_store_part(x3_hidden_state *h, size_t row, size_t n, size_t first, size_t count, const float *d_in,
+                                     x3_err *err)
+{
     const x3_device_ops *ops = h->dev->ops;
-    const size_t bytes = n * h->row_floats * sizeof *d_in;
-    x3_status rc;
+    float *states = h->place == X3_HIDDEN_DISK ? NULL : h->states + row * h->row_floats;
+    x3_status rc = X3_OK;
 
     if (h->place == X3_HIDDEN_DEVICE)
-        return ops->copy(h->dev, h->states + row * h->row_floats, d_in, bytes, err);
-    if (h->place == X3_HIDDEN_HOST)
-        return ops->download(h->dev, h->states + row * h->row_floats, d_in, bytes, err);
+        return ops->copy_2d(h->dev, states + first, h->row_floats, d_in, count, n, count, err);
+    if (h->place == X3_HIDDEN_HOST) {
+        const size_t step = count == h->row_floats ? n : 1;
+        for (size_t i = 0; i < n && rc == X3_OK; i += step)
+            rc = ops->download(h->dev, states + i * h->row_floats + first, d_in + i * count, step * count * sizeof *d_in, err);
+        return rc;
+    }
     X3_TRY(rc, out, reserve(h, n, err));
-    X3_TRY(rc, out, ops->download(h->dev, h->buffer, d_in, bytes, err));
-    rc = write_file(h, row, n, h->buffer, err);
+    X3_TRY(rc, out, ops->download(h->dev, h->buffer, d_in, n * count * sizeof *d_in, err));
+    rc = write_part(h, row, n, first, count, h->buffer, err);
 out:
     return rc;
+}
+
+x3_status x3_hidden_state_copy(x3_hidden_state *h, const x3_hidden_state *from, x3_err *err)
+{
+    const size_t bytes = h->n_rows * h->row_floats * sizeof(float);
+
+    assert(h->place == from->place && h->place != X3_HIDDEN_DISK);
+    if (h->place == X3_HIDDEN_DEVICE)
+        return h->dev->ops->copy(h->dev, h->states, from->states, bytes, err);
+    memcpy(h->states, from->states, bytes);
+    return X3_OK;
 }
 
 x3_status x3_hidden_state_write(x3_hidden_state *h, size_t row, size_t n, const float *in, x3_err *err)

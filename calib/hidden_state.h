@@ -31,6 +31,13 @@ void x3_hidden_state_free(x3_hidden_state *h);
  * until x3_hidden_state_advance or _pass a read after a write of the same row is not allowed. */
 x3_status x3_hidden_state_load(x3_hidden_state *h, size_t row, size_t n, float *d_out, x3_err *err) X3_MUST;
 x3_status x3_hidden_state_store(x3_hidden_state *h, size_t row, size_t n, const float *d_in, x3_err *err) X3_MUST;
+/* The same for floats [first, first + count) of each row; d_out, d_in [n][count]. */
+x3_status x3_hidden_state_load_part(x3_hidden_state *h, size_t row, size_t n, size_t first, size_t count, float *d_out,
+                                    x3_err *err) X3_MUST;
+x3_status x3_hidden_state_store_part(x3_hidden_state *h, size_t row, size_t n, size_t first, size_t count, const float *d_in,
+                                     x3_err *err) X3_MUST;
+/* All rows of `from`, which has the same shape and place, in memory. */
+x3_status x3_hidden_state_copy(x3_hidden_state *h, const x3_hidden_state *from, x3_err *err) X3_MUST;
 x3_status x3_hidden_state_write(x3_hidden_state *h, size_t row, size_t n, const float *in, x3_err *err) X3_MUST;
 
 /* The first states, those before layer 0: write all rows, then start. A path that has none of its own yet is started

@@ -67,7 +67,7 @@ static x3_status write_reference(const char *path, const x3_checkpoint *c, const
     if (head->dtype == X3_F8_E4M3) { /* scales applied */
         t[2].dtype = X3_F32;
         X3_TRY(rc, out, x3_alloc(&head_data, vocab * hidden, sizeof(float), err));
-        X3_TRY(rc, out, x3_dense_read(c, head, 0, vocab, head_data, err));
+        X3_TRY(rc, out, x3_dense_read(c, &c->model->head, 0, vocab, head_data, err));
     } else {
         X3_TRY(rc, out, x3_safetensors_load(c->st, head, &head_data, err));
     }

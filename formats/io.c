@@ -116,6 +116,15 @@ static bool resolve(const char *path, char out[PATH_MAX])
     return true;
 }
 
+size_t x3_path_trimmed(const char *path)
+{
+    size_t n = strlen(path);
+
+    while (n > 1 && path[n - 1] == '/')
+        n--;
+    return n;
+}
+
 bool x3_path_overlaps(const char *a, const char *b)
 {
     char real_a[PATH_MAX], real_b[PATH_MAX];

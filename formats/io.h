@@ -20,6 +20,8 @@ bool x3_path_exists(const char *path);
 bool x3_path_is_dir(const char *path);
 /* True when both exist and, links resolved, one is the other or lies inside the other. */
 bool x3_path_overlaps(const char *a, const char *b);
+/* Length of `path` without slashes at its end. */
+size_t x3_path_trimmed(const char *path);
 /* Creates `path` and its parents. */
 x3_status x3_mkdirs(const char *path, x3_err *err) X3_MUST;
 /* Removes a folder of plain files and folders; a missing one is fine. */

@@ -332,18 +332,32 @@ x3_status x3_pack_writer_sync(x3_pack_writer *w, x3_err *err)
 
 /* ---- commit ---- */
 
-static x3_status write_index(const x3_pack_writer *w, x3_err *err)
+x3_status x3_pack_writer_index(const x3_pack_writer *w, cJSON **out, x3_err *err)
 {
     cJSON *json = cJSON_CreateObject(), *metadata = cJSON_CreateObject(), *map = cJSON_CreateObject();
-    char *path = NULL;
     x3_status rc;
 
+    *out = NULL;
     X3_TRY(rc, out, x3_json_add(json, "metadata", metadata, err));
     X3_TRY(rc, out, x3_json_add(metadata, "total_size", cJSON_CreateNumber((double)w->tensor_bytes), err));
     X3_TRY(rc, out, x3_json_add(json, "weight_map", map, err));
     for (size_t i = 0; i < w->n_tensors; i++)
         X3_TRY(rc, out, x3_json_add(map, w->tensors[i].out.name,
                                     cJSON_CreateString(w->shards[w->tensors[i].shard].final_name), err));
+    *out = json;
+    json = NULL;
+out:
+    cJSON_Delete(json);
+    return rc;
+}
+
+static x3_status write_index(const x3_pack_writer *w, x3_err *err)
+{
+    cJSON *json = NULL;
+    char *path = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_pack_writer_index(w, &json, err));
     X3_TRY(rc, out, x3_path_join(&path, w->dir, "model.safetensors.index.json", err));
     rc = x3_json_save(json, path, err);
 out:

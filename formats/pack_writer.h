@@ -7,6 +7,7 @@
 #ifndef X3_PACK_WRITER_H
 #define X3_PACK_WRITER_H
 
+#include "formats/json.h"
 #include "formats/safetensors_write.h"
 
 #define X3_SHARD_BYTES ((uint64_t)8 << 30)
@@ -52,6 +53,8 @@ x3_status x3_pack_writer_sync(x3_pack_writer *w, x3_err *err) X3_MUST;
 x3_status x3_pack_writer_commit(x3_pack_writer *w, x3_err *err) X3_MUST;
 /* Removes the part files. */
 void x3_pack_writer_discard(x3_pack_writer *w);
+/* What model.safetensors.index.json will hold. */
+x3_status x3_pack_writer_index(const x3_pack_writer *w, cJSON **out, x3_err *err) X3_MUST;
 void x3_pack_writer_free(x3_pack_writer *w);
 
 #endif

@@ -8,18 +8,43 @@
 
 size_t x3_attention_scratch(size_t n_positions, size_t k_dim, size_t v_dim)
 {
-    return X3_ATTENTION_ROWS * (k_dim + x3_round_up(v_dim, X3_PANEL) + x3_round_up(n_positions, PAGE));
+    const size_t ldo = x3_round_up(v_dim, X3_PANEL);
+
+    return X3_ATTENTION_ROWS * (k_dim + ldo + x3_round_up(n_positions, PAGE)) + PAGE * ldo;
 }
 
-/* out[n_rows] += (or =) weights [n_rows][from, to) times values of those positions; to > from. */
-static void add_values(const x3_kernels *k, const x3_attention_item *t, const float *weights, size_t ldw, size_t n_rows,
-                       size_t from, size_t to, float *out, size_t ldo, bool accumulate)
+/* Values of positions [from, to) of one page, which are the first dimensions of their keys: rows of round_up(v_dim). */
+static const float *latent_values(const x3_attention_item *t, size_t from, size_t to, float *out)
 {
+    const size_t ld = x3_round_up(t->v_dim, X3_PANEL);
+    const float *page = t->keys + (size_t)t->pages[from / PAGE] * t->keys_page;
+
+    for (size_t j = from; j < to; j++) {
+        const float *key = page + j % PAGE / X3_PANEL * X3_PANEL * t->k_dim + j % X3_PANEL;
+        float *row = out + (j - from) * ld;
+        for (size_t d = 0; d < t->v_dim; d++)
+            row[d] = key[d * X3_PANEL];
+        for (size_t d = t->v_dim; d < ld; d++)
+            row[d] = 0;
+    }
+    return out;
+}
+
+/* out[n_rows] += (or =) weights [n_rows][from, to) times values of those positions; to > from. `block` is scratch for
+ * the values of a page. */
+static void add_values(const x3_kernels *k, const x3_attention_item *t, const float *weights, size_t ldw, size_t n_rows,
+                       size_t from, size_t to, float *out, size_t ldo, bool accumulate, float *block)
+{
+    const bool latent = t->values == NULL;
+    const size_t ldv = latent ? x3_round_up(t->v_dim, X3_PANEL) : t->v_dim;
+
+
     for (size_t j = from; j < to;) {
         size_t end = x3_min_size(to, (j / PAGE + 1) * PAGE);
-        const float *values = t->values + (size_t)t->pages[j / PAGE] * t->values_page + j % PAGE * t->v_dim;
+        const float *values = latent ? latent_values(t, j, end, block)
+                                     : t->values + (size_t)t->pages[j / PAGE] * t->values_page + j % PAGE * t->v_dim;
         for (size_t c = 0; c < t->v_dim; c += X3_PANEL)
-            k->panel_matmul(weights + j, ldw, n_rows, values + c, t->v_dim, end - j, out + c, ldo, accumulate);
+            k->panel_matmul(weights + j, ldw, n_rows, values + c, ldv, end - j, out + c, ldo, accumulate);
         accumulate = true;
         j = end;
     }
@@ -36,6 +61,7 @@ void x3_attention_cpu(const x3_kernels *k, const x3_attention_item *t, float *sc
     const size_t lds = x3_round_up(last + 1, PAGE), ldo = x3_round_up(t->v_dim, X3_PANEL);
     const size_t begin = first_visible(t, t->first_position);
     float *q = scratch, *out = q + X3_ATTENTION_ROWS * t->k_dim, *s = out + X3_ATTENTION_ROWS * ldo;
+    float *block = s + X3_ATTENTION_ROWS * lds;
     float sum[X3_ATTENTION_ROWS];
 
     for (size_t r = 0; r < t->n_rows; r++)
@@ -56,17 +82,17 @@ void x3_attention_cpu(const x3_kernels *k, const x3_attention_item *t, float *sc
         size_t p = t->first_position + r / t->n_repeat, from = first_visible(t, p);
         size_t n = x3_min_size(t->n_repeat, t->n_rows - r), to = shared ? common_from : p + 1;
         if (from < to)
-            add_values(k, t, s + r * lds, lds, n, from, to, out + r * ldo, ldo, false);
+            add_values(k, t, s + r * lds, lds, n, from, to, out + r * ldo, ldo, false, block);
     }
     if (shared) {
         /* rows whose own part was empty start at zero here: with accumulate they would read stale sums */
         for (size_t r = 0; r < t->n_rows; r++)
             if (first_visible(t, t->first_position + r / t->n_repeat) >= common_from)
                 memset(out + r * ldo, 0, ldo * sizeof *out);
-        add_values(k, t, s, lds, t->n_rows, common_from, common_to, out, ldo, true);
+        add_values(k, t, s, lds, t->n_rows, common_from, common_to, out, ldo, true, block);
         for (size_t r = t->n_repeat; r < t->n_rows; r += t->n_repeat) {
             size_t p = t->first_position + r / t->n_repeat, n = x3_min_size(t->n_repeat, t->n_rows - r);
-            add_values(k, t, s + r * lds, lds, n, common_to, p + 1, out + r * ldo, ldo, true);
+            add_values(k, t, s + r * lds, lds, n, common_to, p + 1, out + r * ldo, ldo, true, block);
         }
     }
     for (size_t r = 0; r < t->n_rows; r++) {

@@ -106,6 +106,31 @@ static void silu_mul_ref(const float *gate, const float *up, size_t n, float *ou
         out[i] = gate[i] / (1.0f + x3_exp_ref(0.0f - gate[i])) * up[i];
 }
 
+static void delta_step_ref(float *s, const float *q, const float *k, const float *v, size_t k_dim, size_t v_dim, float decay,
+                           float beta, float *out)
+{
+    for (size_t j = 0; j < v_dim; j++) {
+        float m = 0, o = 0;
+        for (size_t i = 0; i < k_dim; i++) {
+            s[i * v_dim + j] *= decay;
+            m = fmaf(s[i * v_dim + j], k[i], m);
+        }
+        float d = (v[j] - m) * beta;
+        for (size_t i = 0; i < k_dim; i++) {
+            s[i * v_dim + j] = fmaf(k[i], d, s[i * v_dim + j]);
+            o = fmaf(s[i * v_dim + j], q[i], o);
+        }
+        out[j] = o;
+    }
+}
+
+float x3_dense_value(const void *weight, x3_dense_type type, size_t index)
+{
+    return type == X3_DENSE_F32    ? ((const float *)weight)[index]
+           : type == X3_DENSE_BF16 ? x3_bf16_to_f32(((const uint16_t *)weight)[index])
+                                   : x3_f16_to_f32(((const uint16_t *)weight)[index]);
+}
+
 void x3_panel_pack(const void *weight, x3_dense_type type, size_t n_out, size_t n_in, size_t first_out, size_t first_in,
                    size_t k, float *out)
 {
@@ -140,4 +165,5 @@ const x3_kernels x3_kernels_ref = {
     .rms_norm = rms_norm_ref,
     .softmax = softmax_ref,
     .silu_mul = silu_mul_ref,
+    .delta_step = delta_step_ref,
 };

@@ -243,6 +243,60 @@ static void silu_mul(const float *gate, const float *up, size_t n, float *out)
         out[i] = gate[i] / (1.0f + x3_exp_ref(0.0f - gate[i])) * up[i];
 }
 
+/* n_parts vectors of columns at a time: the state is read twice and written twice, whole cache lines of it. */
+static inline __attribute__((always_inline)) void delta_columns(const int n_parts, float *s, const float *q, const float *k,
+                                                                const float *v, size_t k_dim, size_t v_dim, float decay,
+                                                                float beta, float *out)
+{
+    x3_vec m[8], o[8];
+
+    for (int p = 0; p < n_parts; p++)
+        m[p] = o[p] = v_set1(0);
+    for (size_t i = 0; i < k_dim; i++)
+        for (int p = 0; p < n_parts; p++) {
+            float *at = s + i * v_dim + (size_t)p * X3_LANES;
+            x3_vec a = v_mul(v_load(at), v_set1(decay));
+            v_store(at, a);
+            m[p] = v_fma(a, v_set1(k[i]), m[p]);
+        }
+    for (int p = 0; p < n_parts; p++)
+        m[p] = v_mul(v_sub(v_load(v + (size_t)p * X3_LANES), m[p]), v_set1(beta));
+    for (size_t i = 0; i < k_dim; i++)
+        for (int p = 0; p < n_parts; p++) {
+            float *at = s + i * v_dim + (size_t)p * X3_LANES;
+            x3_vec a = v_fma(v_set1(k[i]), m[p], v_load(at));
+            v_store(at, a);
+            o[p] = v_fma(a, v_set1(q[i]), o[p]);
+        }
+    for (int p = 0; p < n_parts; p++)
+        v_store(out + (size_t)p * X3_LANES, o[p]);
+}
+
+static void delta_step(float *s, const float *q, const float *k, const float *v, size_t k_dim, size_t v_dim, float decay,
+                       float beta, float *out)
+{
+    enum { PARTS = 32 / X3_LANES };
+    size_t j = 0;
+
+    for (; j + 32 <= v_dim; j += 32)
+        delta_columns(PARTS, s + j, q, k, v + j, k_dim, v_dim, decay, beta, out + j);
+    for (; j + X3_LANES <= v_dim; j += X3_LANES)
+        delta_columns(1, s + j, q, k, v + j, k_dim, v_dim, decay, beta, out + j);
+    for (; j < v_dim; j++) {
+        float m = 0, o = 0;
+        for (size_t i = 0; i < k_dim; i++) {
+            s[i * v_dim + j] *= decay;
+            m = fmaf(s[i * v_dim + j], k[i], m);
+        }
+        float d = (v[j] - m) * beta;
+        for (size_t i = 0; i < k_dim; i++) {
+            s[i * v_dim + j] = fmaf(k[i], d, s[i * v_dim + j]);
+            o = fmaf(s[i * v_dim + j], q[i], o);
+        }
+        out[j] = o;
+    }
+}
+
 #define QUOTE2(x) #x
 #define QUOTE(x) QUOTE2(x)
 #define ISA_avx2 X3_ISA_AVX2
@@ -261,4 +315,5 @@ const x3_kernels X3_SIMD_NAME(kernels) = {
     .rms_norm = rms_norm,
     .softmax = softmax,
     .silu_mul = silu_mul,
+    .delta_step = delta_step,
 };

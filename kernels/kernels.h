@@ -43,6 +43,12 @@ typedef struct x3_kernels {
 
     /* out[i] = gate[i] / (1 + exp(-gate[i])) * up[i]. out may be either. */
     void (*silu_mul)(const float *gate, const float *up, size_t n, float *out);
+
+    /* One position of the gated delta rule for one head, state s [k_dim][v_dim]. For every column j, i = 0 .. k_dim - 1 in
+     * this order: s[i][j] *= decay, m = fma(s[i][j], k[i], m); then d = (v[j] - m) * beta; then again s[i][j] = fma(k[i], d,
+     * s[i][j]), out[j] = fma(s[i][j], q[i], out[j]), from m = out[j] = 0. */
+    void (*delta_step)(float *s, const float *q, const float *k, const float *v, size_t k_dim, size_t v_dim, float decay,
+                       float beta, float *out);
 } x3_kernels;
 
 extern const x3_kernels x3_kernels_ref;
@@ -60,6 +66,7 @@ const x3_kernels *x3_kernels_best(void);
 /* Dense weights [n_out][n_in] to a panel: out[i * 16 + c] = weight[first_out + c][first_in + i], zero past n_out. */
 typedef enum x3_dense_type { X3_DENSE_F32, X3_DENSE_BF16, X3_DENSE_F16 } x3_dense_type;
 
+float x3_dense_value(const void *weight, x3_dense_type type, size_t index);
 void x3_panel_pack(const void *weight, x3_dense_type type, size_t n_out, size_t n_in, size_t first_out, size_t first_in,
                    size_t k, float *out);
 

@@ -51,14 +51,14 @@ void x3_exl3_input_cpu(const x3_kernels *k, const float *x, size_t ldx, size_t n
 /* Attention of some query rows of one sequence that share a KV head. */
 typedef struct x3_attention_item {
     size_t n_rows;     /* at most X3_ATTENTION_ROWS; row r is position first_position + r / n_repeat */
-    size_t n_repeat;   /* query heads of the KV head */
+    size_t n_repeat;   /* query heads, all of one KV head */
     size_t first_position;
     const float *q;    /* of row 0; the row of position p and repeat i is at p * ldq + i * k_dim */
     size_t ldq;
     float *out;        /* likewise with v_dim */
     size_t ldo;
     size_t k_dim, v_dim;
-    const float *keys, *values; /* page 0 of this KV head; pages are *_page floats apart */
+    const float *keys, *values; /* page 0 of this KV head; pages are *_page floats apart; values NULL: first of the keys */
     size_t keys_page, values_page;
     const int32_t *pages;
     float scale;

@@ -14,6 +14,15 @@ double x3_quant_nominal_scale(x3_codebook codebook, int K)
     return codebook == X3_CB_MUL1 ? mul1[K - 1] : sums[K - 1];
 }
 
+double x3_quant_tile_error(x3_codebook codebook, int K)
+{
+    static const double mul1[] = {.2702, .06813, .01729, .00443, 1.146e-3, 3.0e-4, 8.0e-5, 2.05e-5};
+    static const double mcg[] = {.2653, .06821, .01738, .00451, 1.186e-3, 3.17e-4, 8.67e-5, 2.71e-5};
+    static const double inst3[] = {.2655, .06854, .01767, .00459, 1.198e-3, 3.20e-4, 8.67e-5, 2.65e-5};
+
+    return codebook == X3_CB_MUL1 ? mul1[K - 1] : codebook == X3_CB_MCG ? mcg[K - 1] : inst3[K - 1];
+}
+
 void x3_quant_linear_free(x3_device *dev, x3_quant_linear *q)
 {
     x3_device_free(dev, (void *)(uintptr_t)q->weight.data);
@@ -81,6 +90,23 @@ static double code_scale(x3_codebook codebook, int K, double energy)
     return x3_quant_nominal_scale(codebook, K) / sqrt(1 + 1.1 * exp2(-2 * K) * energy);
 }
 
+/* The regularized weights with noise in the place of the error of codes. */
+static x3_status disturb(struct work *w, x3_quant_linear *q, const x3_quant_input *in, const x3_quant_options *options,
+                         const float *d_l, x3_err *err)
+{
+    const x3_regular *g = &w->regular;
+    const size_t size = g->n_in_padded * g->n_out_padded;
+    x3_status rc;
+
+    q->scale = 1;
+    X3_TRY(rc, out, x3_device_floats(in->dev, &w->d_q, size, err));
+    X3_TRY(rc, out, in->dev->ops->copy(in->dev, w->d_q, g->d_r, size * sizeof(float), err));
+    rc = x3_quant_add_noise(in->dev, d_l, in->n_padded, w->d_q, g->n_out_padded,
+                            x3_quant_tile_error(options->codebook, q->K), q->name, options->seed, err);
+out:
+    return rc;
+}
+
 /* Makes the regularized weights of all linears into codes: d_q and the words of the trellis. */
 static x3_status encode(struct work *work, x3_quant_linear *linears, size_t n, const x3_quant_input *in,
                         const x3_quant_options *options, x3_err *err)
@@ -94,6 +120,10 @@ static x3_status encode(struct work *work, x3_quant_linear *linears, size_t n, c
     X3_TRY(rc, out, x3_alloc(&jobs, n, sizeof *jobs, err));
     X3_TRY(rc, out, x3_device_floats(dev, &d_l, in->n_padded * in->n_padded, err));
     X3_TRY(rc, out, x3_quant_factor(in, work[0].regular.input, d_l, err));
+    for (size_t i = 0; i < n && options->noise; i++)
+        X3_TRY(rc, out, disturb(&work[i], &linears[i], in, options, d_l, err));
+    if (options->noise)
+        goto out;
     X3_TRY(rc, out, feedback_energy(in, d_l, &energy, err));
     for (size_t i = 0; i < n; i++) {
         const x3_regular *g = &work[i].regular;
@@ -163,7 +193,7 @@ out:
 /* error of q against `t` [n_out][n_in] relative to tr(W' A W) and |W|^2. d_effective is the quantized weight,
  * [n_in_padded][n_out_padded], and stays. */
 static x3_status relative_error(const x3_quant_input *in, const x3_regular *g, const float *d_t, const float *d_w,
-                                const float *d_effective, double *output_error, double *squares, x3_err *err)
+                                const float *d_effective, double *output_error, double *squares, double *energy, x3_err *err)
 {
     const size_t size = g->n_in_padded * g->n_out_padded;
     double error, norm, error_squares, norm_squares;
@@ -179,6 +209,7 @@ static x3_status relative_error(const x3_quant_input *in, const x3_regular *g, c
     X3_TRY(rc, out, in->dev->ops->axpy(in->dev, -1, d_effective, d_e, size, err));
     X3_TRY(rc, out, x3_quant_error(in, d_e, g->n_out_padded, &error, &error_squares, err));
     *output_error = norm > 0 ? error / norm : 0;
+    *energy = norm;
     *squares = norm_squares > 0 ? error_squares / norm_squares : 0;
 out:
     x3_device_free(in->dev, d_e);
@@ -210,6 +241,23 @@ out:
     return rc;
 }
 
+/* The effective weight [n_in_padded][n_out_padded] as a dense one. */
+static x3_status make_dense(struct work *w, x3_quant_linear *q, const x3_quant_input *in, x3_err *err)
+{
+    const x3_regular *g = &w->regular;
+    float *d_weight = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, in->dev->ops->transpose_pad(in->dev, w->d_q, g->n_in_padded, g->n_out_padded, g->d_r, g->n_in_padded,
+                                                g->n_out_padded, err));
+    X3_TRY(rc, out, x3_device_floats(in->dev, &d_weight, q->n_out * q->n_in, err));
+    q->weight = (x3_weight){.kind = X3_WEIGHT_F32, .n_in = q->n_in, .n_out = q->n_out, .n_in_padded = q->n_in,
+                            .n_out_padded = q->n_out, .data = d_weight};
+    rc = in->dev->ops->copy_2d(in->dev, d_weight, q->n_in, g->d_r, g->n_in_padded, q->n_out, q->n_in, err);
+out:
+    return rc;
+}
+
 /* Scales from the regularization, fitted again, rounded; then the errors with the rounded ones. */
 static x3_status finish(struct work *w, x3_quant_linear *q, const x3_quant_input *in, const x3_quant_options *options,
                         x3_err *err)
@@ -234,8 +282,14 @@ static x3_status finish(struct work *w, x3_quant_linear *q, const x3_quant_input
     X3_TRY(rc, out, upload_scales(in->dev, w->suh, g->n_in_padded, &q->suh, &q->weight.suh, err));
     X3_TRY(rc, out, upload_scales(in->dev, w->svh, g->n_out_padded, &q->svh, &q->weight.svh, err));
     X3_TRY(rc, out, effective(in, g, w->d_q, q, err));
-    X3_TRY(rc, out, relative_error(in, g, q->d_w, q->d_w, w->d_q, &q->error_source, &q->error_weight, err));
-    X3_TRY(rc, out, relative_error(in, g, w->d_t, q->d_w, w->d_q, &q->error_target, &unused, err));
+    X3_TRY(rc, out, relative_error(in, g, q->d_w, q->d_w, w->d_q, &q->error_source, &q->error_weight, &q->energy, err));
+    X3_TRY(rc, out, relative_error(in, g, w->d_t, q->d_w, w->d_q, &q->error_target, &unused, &unused, err));
+    if (options->noise) {
+        x3_device_free(in->dev, (void *)(uintptr_t)q->weight.suh);
+        x3_device_free(in->dev, (void *)(uintptr_t)q->weight.svh);
+        q->weight.suh = q->weight.svh = NULL;
+        X3_TRY(rc, out, make_dense(w, q, in, err));
+    }
     if (!isfinite(q->error_source) || !isfinite(q->error_target))
         rc = x3_fail(err, X3_ERR_NUMERIC, "%s: the error of the quantized weight is not finite", q->name);
 out:

@@ -9,15 +9,6 @@
 
 #include "quant/job_internal.h"
 
-/* Runs expr and adds its seconds to a stage. */
-#define TIMED(job, stage, rc, label, expr)                           \
-    do {                                                             \
-        double start_ = x3_seconds();                                \
-        x3_status timed_ = (expr);                                   \
-        (job)->stage_seconds[stage] += x3_seconds() - start_;        \
-        X3_TRY(rc, label, timed_);                                   \
-    } while (0)
-
 /* ---- scan and kept tensors ---- */
 
 static void scan_progress(void *arg, uint64_t done, uint64_t total)
@@ -92,10 +83,9 @@ static x3_status copy_kept(x3_job *job, x3_err *err)
     X3_TRY(rc, out, x3_alloc(&buffer, COPY_BYTES, 1, err));
     X3_TRY(rc, out, x3_alloc(&indices, job->writer->n_tensors, sizeof *indices, err));
     for (size_t i = 0; i < job->writer->n_tensors; i++) {
-        const x3_tensor *t = x3_safetensors_find(job->source->st, job->writer->tensors[i].out.name);
-        if (t == NULL || job->source->roles[t - job->source->st->tensors] != X3_ROLE_KEPT)
+        if (job->plan->copied[i] == NULL)
             continue;
-        X3_TRY(rc, out, copy_tensor(job, i, t, buffer, err));
+        X3_TRY(rc, out, copy_tensor(job, i, job->plan->copied[i], buffer, err));
         indices[n++] = i;
     }
     X3_TRY(rc, out, x3_pack_writer_sync(job->writer, err));
@@ -109,162 +99,7 @@ out:
     return rc;
 }
 
-/* ---- one group of linears ---- */
-
-struct batch {
-    const x3_planned_group *planned; /* n of them, consecutive */
-    const x3_weight *dense;          /* their source weights in device memory */
-    x3_quant_linear *linears;
-    size_t n;
-};
-
-/* The source weight as float32; `dense` is its device copy in its own type. */
-static x3_status load_source(x3_job *job, const x3_weight *dense, const float **d_w, x3_err *err)
-{
-    float *device = NULL;
-    x3_status rc = x3_device_floats(job->dev, &device, dense->n_out * dense->n_in, err);
-
-    *d_w = device;
-    return rc == X3_OK ? job->dev->ops->dense_floats(job->dev, dense, device, err) : rc;
-}
-
-static x3_status write_bias(x3_job *job, const x3_planned_group *g, x3_err *err)
-{
-    const x3_tensor *t = x3_checkpoint_bias(job->source, g->linear);
-    const size_t n = (size_t)job->writer->tensors[g->bias].out.shape[0];
-    float *bias = NULL;
-    uint16_t *bits = NULL;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&bias, n, sizeof *bias, err));
-    X3_TRY(rc, out, x3_alloc(&bits, n, sizeof *bits, err));
-    X3_TRY(rc, out, x3_safetensors_read_f32(job->source->st, t, 0, t->n_elements, bias, err));
-    for (size_t i = 0; i < n; i++) {
-        bits[i] = x3_f32_to_f16(bias[i]);
-        if ((bits[i] & 0x7C00) == 0x7C00) {
-            rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: value %g at %zu does not fit float16, which packs store", t->name,
-                         (double)bias[i], i);
-            goto out;
-        }
-    }
-    rc = x3_pack_writer_write(job->writer, g->bias, bits, err);
-out:
-    free(bias);
-    free(bits);
-    return rc;
-}
-
-static x3_status write_group(x3_job *job, const x3_planned_group *g, const x3_quant_linear *q, x3_err *err)
-{
-    const int32_t marker = (int32_t)(job->plan->codebook == X3_CB_MUL1 ? X3_MUL1_MULTIPLIER : X3_MCG_MULTIPLIER);
-    void *words = NULL;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&words, q->trellis_bytes, 1, err));
-    X3_TRY(rc, out, job->dev->ops->download(job->dev, words, q->weight.data, q->trellis_bytes, err));
-    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->trellis, words, err));
-    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->suh, q->suh, err));
-    X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->svh, q->svh, err));
-    if (g->marker != SIZE_MAX)
-        X3_TRY(rc, out, x3_pack_writer_write(job->writer, g->marker, &marker, err));
-    if (g->bias != SIZE_MAX)
-        rc = write_bias(job, g, err);
-out:
-    free(words);
-    return rc;
-}
-
-/* Quantizes linears that share the input of h, writes them, and adds their entries to `entries`. The quantized weights
- * stay in b->linears for the caller. */
-static x3_status quantize_batch(x3_job *job, struct batch *b, const char *group, const x3_hessian *h, cJSON *entries,
-                                x3_err *err)
-{
-    bool uncalibrated = false;
-    x3_status rc = X3_OK;
-
-    for (size_t i = 0; i < b->n; i++) {
-        const x3_linear_desc *d = b->planned[i].linear;
-        b->linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = b->planned[i].K};
-        TIMED(job, X3_STAGE_LOAD, rc, out, load_source(job, &b->dense[i], &b->linears[i].d_w, err));
-    }
-    TIMED(job, X3_STAGE_QUANTIZE, rc, out,
-          x3_quantize_group(job->dev, &job->o.quant, group, h, b->linears, b->n, &uncalibrated, err));
-    if (uncalibrated)
-        x3_job_note(job, "UNCALIBRATED: %s had no usable calibration positions (%zu, %zu dropped)", group, h->n_rows,
-                    h->n_dropped);
-    else if (h->n_dropped > 0)
-        x3_job_note(job, "%s: %zu of %zu positions were not finite and left out", group, h->n_dropped,
-                    h->n_rows + h->n_dropped);
-    for (size_t i = 0; i < b->n; i++) {
-        cJSON *entry;
-        TIMED(job, X3_STAGE_WRITE, rc, out, write_group(job, &b->planned[i], &b->linears[i], err));
-        X3_TRY(rc, out, x3_job_group_entry(&entry, &b->linears[i], h, uncalibrated, err));
-        X3_TRY(rc, out, x3_json_add(entries, NULL, entry, err));
-        job->done += (double)b->linears[i].weight.n_in_padded * (double)b->linears[i].weight.n_out_padded;
-        x3_job_progress(job, b->planned[i].linear->name);
-    }
-out:
-    for (size_t i = 0; i < b->n; i++) {
-        x3_device_free(job->dev, (void *)(uintptr_t)b->linears[i].d_w);
-        b->linears[i].d_w = NULL;
-    }
-    return rc;
-}
-
 /* ---- a layer ---- */
-
-static size_t first_group_of(const x3_job *job, size_t layer)
-{
-    size_t n = 0;
-
-    for (size_t i = 0; i < layer; i++)
-        n += job->source->model->layers[i].n_linears;
-    return n;
-}
-
-/* Puts quantized weights in the place of the dense ones; biases stay. */
-static void replace_weights(x3_job *job, x3_layer_weights *w, size_t first, struct batch *b)
-{
-    for (size_t i = 0; i < b->n; i++) {
-        x3_weight *old = &w->linears[first + i];
-        b->linears[i].weight.bias = old->bias;
-        old->bias = NULL;
-        x3_linear_free(old, job->dev);
-        *old = b->linears[i].weight;
-        b->linears[i].weight = (x3_weight){0};
-        x3_quant_linear_free(job->dev, &b->linears[i]);
-    }
-}
-
-static x3_status quantize_layer(x3_job *job, size_t layer, x3_layer_weights *w, x3_hessian **hessians, cJSON *entries,
-                                x3_err *err)
-{
-    const x3_layer_desc *l = w->desc;
-    const x3_planned_group *planned = job->plan->groups + first_group_of(job, layer);
-    x3_quant_linear *linears = NULL;
-    char group[512];
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&linears, l->n_linears, sizeof *linears, err));
-    for (size_t i = 0; i < l->n_linears;) {
-        struct batch b = {.planned = planned + i, .dense = w->linears + i, .linears = linears + i};
-        while (i + b.n < l->n_linears && l->linears[i + b.n].input == l->linears[i].input && planned[i + b.n].K > 0)
-            b.n++;
-        if (b.n == 0) {
-            i++;
-            continue;
-        }
-        snprintf(group, sizeof group, "%s.input%d", l->prefix, l->linears[i].input);
-        X3_TRY(rc, out, quantize_batch(job, &b, group, hessians[l->linears[i].input], entries, err));
-        replace_weights(job, w, i, &b);
-        i += b.n;
-    }
-out:
-    for (size_t i = 0; linears != NULL && i < l->n_linears; i++)
-        x3_quant_linear_free(job->dev, &linears[i]);
-    free(linears);
-    return rc;
-}
 
 static x3_status add_entries(x3_job *job, const cJSON *entries, x3_err *err)
 {
@@ -344,7 +179,7 @@ static x3_status save_pending(x3_job *job, size_t layer, x3_err *err)
 
     for (size_t i = layer + 1; i-- > 0 && job->pending[i] != NULL;) {
         snprintf(step, sizeof step, "layer-%05zu", i);
-        X3_TRY(rc, out, save_record(job, step, first_group_of(job, i), job->source->model->layers[i].n_linears, job->pending[i],
+        X3_TRY(rc, out, save_record(job, step, x3_job_first_group(job, i), job->source->model->layers[i].n_linears, job->pending[i],
                                     err));
         cJSON_Delete(job->pending[i]);
         job->pending[i] = NULL;
@@ -379,26 +214,13 @@ out:
 
 static x3_status run_layer(x3_job *job, size_t layer, x3_err *err)
 {
-    const x3_layer_desc *l = &job->source->model->layers[layer];
-    x3_layer_weights w = {0};
-    x3_hessian **hessians = NULL;
     cJSON *entries = cJSON_CreateArray();
     x3_status rc;
 
-    X3_TRY(rc, out, x3_alloc(&hessians, l->n_inputs, sizeof *hessians, err));
-    TIMED(job, X3_STAGE_LOAD, rc, out, x3_layer_weights_load(&w, job->dev, job->source, l, err));
-    X3_TRY(rc, out, x3_layer_runner_prepare(&job->runner, l, err));
-    TIMED(job, X3_STAGE_CAPTURE, rc, out,
-          x3_capture_layer(&job->runner, &w, job->quantized, job->original, layer == 0, hessians, err));
-    X3_TRY(rc, out, quantize_layer(job, layer, &w, hessians, entries, err));
-    TIMED(job, X3_STAGE_FORWARD, rc, out, x3_run_layer(&job->runner, &w, job->quantized, err));
-    TIMED(job, X3_STAGE_WRITE, rc, out, save_layer(job, layer, entries, err));
+    X3_TRY(rc, out, x3_job_layer(job, layer, entries, err));
+    X3_TIMED(job, X3_STAGE_WRITE, rc, out, save_layer(job, layer, entries, err));
     rc = add_entries(job, entries, err);
 out:
-    for (size_t i = 0; hessians != NULL && i < l->n_inputs; i++)
-        x3_hessian_free(hessians[i]);
-    free(hessians);
-    x3_layer_weights_free(&w);
     cJSON_Delete(entries);
     return rc;
 }
@@ -411,7 +233,7 @@ static x3_status embed_rows(x3_job *job, x3_err *err)
     float *row = NULL;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_alloc(&row, cols * job->source->model->hidden, sizeof *row, err));
+    X3_TRY(rc, out, x3_alloc(&row, x3_state_floats(job->source->model, cols), sizeof *row, err));
     for (size_t i = 0; i < job->n_rows; i++) {
         X3_TRY(rc, out, x3_embed(job->source, job->ids + i * cols, cols, row, err));
         X3_TRY(rc, out, x3_hidden_state_write(job->quantized, i, 1, row, err));
@@ -426,7 +248,7 @@ out:
 
 static x3_status create_states(x3_job *job, x3_err *err)
 {
-    const size_t floats = job->o.cols * job->source->model->hidden;
+    const size_t floats = x3_state_floats(job->source->model, job->o.cols);
     const x3_hidden_place place = job->summary.hidden_place;
     x3_status rc;
 
@@ -453,7 +275,7 @@ static x3_status restore_layers(x3_job *job, size_t *next, x3_err *err)
             break;
         X3_TRY(rc, out, x3_record_accept_tensors(record, job->writer, err));
         X3_TRY(rc, out, add_entries(job, x3_json_get(record, "groups"), err));
-        size_t first = first_group_of(job, *next);
+        size_t first = x3_job_first_group(job, *next);
         for (size_t i = first; i < first + job->source->model->layers[*next].n_linears; i++)
             if (job->plan->groups[i].K > 0)
                 job->done += (double)x3_round_up(job->plan->groups[i].linear->n_in, 128) *
@@ -500,7 +322,7 @@ static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
         size_t n = x3_min_size(r->at_once, r->n_rows - row), positions = n * r->n_cols;
         for (int path = both ? 1 : 0; path >= 0; path--) {
             float *d_x = path == 1 ? d_original : r->d_x;
-            X3_TRY(rc, out, x3_hidden_state_load(path == 1 ? job->original : job->quantized, row, n, d_x, err));
+            X3_TRY(rc, out, x3_load_rows(r, path == 1 ? job->original : job->quantized, row, n, d_x, err));
             X3_TRY(rc, out, job->dev->ops->rms_norm(job->dev, d_x, m->hidden, positions, m->hidden, d_norm, m->norm_eps, d_x,
                                                     m->hidden, err));
         }
@@ -516,14 +338,13 @@ out:
 static x3_status run_head(x3_job *job, x3_err *err)
 {
     const size_t group = job->plan->n_groups - 1;
+    const x3_planned_group *planned = &job->plan->groups[group];
     x3_quant_linear linear = {0};
-    x3_weight dense = {0};
-    struct batch b = {.planned = &job->plan->groups[group], .dense = &dense, .linears = &linear, .n = 1};
-    cJSON *record = NULL, *entries = NULL;
+    cJSON *record = NULL, *entries = NULL, *entry = NULL;
     x3_hessian *h = NULL;
     x3_status rc;
 
-    if (b.planned->K == 0)
+    if (planned->K == 0)
         return X3_OK;
     X3_TRY(rc, out, x3_record_load(job->work, "head", &record, err));
     if (record != NULL) {
@@ -533,14 +354,13 @@ static x3_status run_head(x3_job *job, x3_err *err)
     }
     record = cJSON_CreateObject();
     X3_TRY(rc, out, x3_json_add(record, "groups", entries = cJSON_CreateArray(), err));
-    TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
-    TIMED(job, X3_STAGE_LOAD, rc, out, x3_linear_load(&dense, job->dev, job->source, b.planned->linear, err));
-    X3_TRY(rc, out, quantize_batch(job, &b, "lm_head.input", h, entries, err));
+    X3_TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
+    X3_TRY(rc, out, x3_job_quantize(job, planned, &linear, 1, "lm_head.input", h, SIZE_MAX, &entry, err));
+    X3_TRY(rc, out, x3_json_add(entries, NULL, entry, err));
     X3_TRY(rc, out, save_record(job, "head", group, 1, record, err));
     rc = add_entries(job, entries, err);
 out:
     x3_quant_linear_free(job->dev, &linear);
-    x3_linear_free(&dense, job->dev);
     x3_hessian_free(h);
     cJSON_Delete(record);
     return rc;
@@ -658,7 +478,7 @@ static x3_status begin(x3_job *job, x3_err *err)
         X3_TRY(rc, out, x3_mkdirs(job->work, err));
         X3_TRY(rc, out, x3_job_state_begin(job->work, job->identity, err));
     }
-    TIMED(job, X3_STAGE_SCAN, rc, out, scan_source(job, err));
+    X3_TIMED(job, X3_STAGE_SCAN, rc, out, scan_source(job, err));
     X3_TRY(rc, out, x3_mkdirs(job->o.out, err));
     /* part files are complete (in size and header) once the first record about them exists */
     X3_TRY(rc, out, x3_record_load(job->work, "kept", &kept, err));
@@ -685,7 +505,7 @@ x3_status x3_job_run(x3_job *job, x3_err *err)
     job->started = x3_seconds();
     job->groups = cJSON_CreateArray();
     X3_TRY(rc, out, begin(job, err));
-    TIMED(job, X3_STAGE_COPY, rc, out, copy_kept(job, err));
+    X3_TIMED(job, X3_STAGE_COPY, rc, out, copy_kept(job, err));
     X3_TRY(rc, out, create_states(job, err));
     X3_TRY(rc, out, restore_layers(job, &next, err));
     job->saved_at = x3_seconds();

@@ -10,19 +10,35 @@
 #ifndef X3_JOB_H
 #define X3_JOB_H
 
+#include "calib/capture.h"
 #include "calib/corpus.h"
 #include "calib/hidden_state.h"
 #include "quant/allocate.h"
 #include "quant/quantize.h"
 #include "runtime/checkpoint.h"
 
+/* Which Hessian gate and up of experts get. AUTO is OWN where those of all experts of a layer take at most
+ * X3_OWN_HESSIAN_BYTES, else LAYER: a rule of the model alone, since the bytes of the pack depend on it. */
+typedef enum x3_expert_hessian { X3_EXPERT_HESSIAN_AUTO, X3_EXPERT_HESSIAN_LAYER, X3_EXPERT_HESSIAN_OWN } x3_expert_hessian;
+
+#define X3_OWN_HESSIAN_BYTES ((uint64_t)8 << 30)
+
+bool x3_expert_hessian_parse(const char *name, x3_expert_hessian *out);
+bool x3_expert_weighting_parse(const char *name, x3_expert_weighting *out);
+const char *x3_expert_weighting_name(x3_expert_weighting weighting);
+
 typedef struct x3_job_options {
     const char *model, *out;
     const char *work; /* NULL: "<out>.work" */
-    double bits;
-    int head_bits; /* 0: the head stays as it is */
+    const char *recipe; /* file; NULL: `bits` uniformly */
+    bool planned;       /* with no recipe yet: the job is only opened for its checks, a recipe is to come */
+    double bits;        /* with a recipe these two are the recipe's */
+    int head_bits;      /* 0: the head stays as it is */
     x3_tie tie;
     x3_quant_options quant;
+    x3_expert_hessian expert_hessian;
+    x3_expert_weighting expert_weighting;
+    size_t min_expert_tokens; /* an expert with fewer calibration tokens is refused; 0: none is */
     const char *const *texts;
     size_t n_texts, rows, cols;
     uint64_t memory_bytes; /* of the host; 0: four fifths of what it has */
@@ -51,6 +67,9 @@ typedef struct x3_job_summary {
     uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget, of the host */
     uint64_t device_bytes, device_free; /* estimate, and what is free, on a device with memory of its own; else 0 */
     x3_hidden_place hidden_place;
+    size_t n_experts, experts_at_once, expert_passes; /* of the layer with most; 0: none. Experts whose Hessians are held
+                                                       * together, and runs over the text a layer that follow from it */
+    bool own_hessians;
     uint64_t out_needed, out_free, work_needed, work_free; /* disk */
     double seconds; /* estimate, from a short measurement; 0: none was made */
 } x3_job_summary;

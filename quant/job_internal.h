@@ -28,6 +28,7 @@ struct x3_job {
     x3_job_summary summary;
     cJSON *identity;
     bool is_done;
+    x3_expert_options experts; /* what the options come to for this model */
 
     /* while running */
     x3_layer_runner runner;
@@ -50,8 +51,28 @@ x3_status x3_job_estimate(x3_job *job, x3_err *err) X3_MUST;
 /* Refuses an output that is, holds, lies in or is linked to the input, that is not empty, or that another job left. */
 x3_status x3_job_check_output(x3_job *job, x3_err *err) X3_MUST;
 
+/* job_layer.c: quantizes linears that share the input of h, writes them, puts their receipt entries into entries[0 .. n).
+ * The quantized weights stay in `linears` for the caller. */
+x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, x3_quant_linear *linears, size_t n, const char *group,
+                          const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err) X3_MUST;
+/* A layer from statistics to quantized weights, its states on the quantized path included; entries (an array) in the order
+ * of the model. */
+x3_status x3_job_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err) X3_MUST;
+/* Number of the layer's first linear in the plan. */
+size_t x3_job_first_group(const x3_job *job, size_t layer);
+
+/* Runs expr and adds its seconds to a stage. */
+#define X3_TIMED(job, stage, rc, label, expr)                        \
+    do {                                                             \
+        double start_ = x3_seconds();                                \
+        x3_status timed_ = (expr);                                   \
+        (job)->stage_seconds[stage] += x3_seconds() - start_;        \
+        X3_TRY(rc, label, timed_);                                   \
+    } while (0)
+
 /* job_receipt.c */
-x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, bool uncalibrated,
+/* tokens: of the expert that the linear belongs to; SIZE_MAX: of none. */
+x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, size_t tokens, bool uncalibrated,
                              x3_err *err) X3_MUST;
 x3_status x3_job_write_receipt(x3_job *job, x3_err *err) X3_MUST;
 

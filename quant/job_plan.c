@@ -8,6 +8,7 @@
 
 #include "formats/exl3.h"
 #include "quant/job_internal.h"
+#include "quant/plan.h"
 
 /* ---- output ---- */
 
@@ -24,7 +25,7 @@ static x3_status is_empty(const char *dir, bool *empty, x3_err *err)
 }
 
 /* The receipt in the output folder is that of a job with these options. */
-static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
+static x3_status is_finished(const x3_job *job, const char *const *skipped, bool *finished, x3_err *err)
 {
     char *path = NULL, *config = NULL;
     cJSON *receipt = NULL;
@@ -36,7 +37,7 @@ static x3_status is_finished(const x3_job *job, bool *finished, x3_err *err)
     if (!x3_path_exists(path) || !x3_path_exists(config))
         goto out;
     X3_TRY(rc, out, x3_json_load(&receipt, path, err));
-    *finished = cJSON_Compare(x3_json_get(receipt, "options"), job->identity, true);
+    *finished = x3_job_state_equal(x3_json_get(receipt, "options"), job->identity, skipped);
 out:
     free(path);
     free(config);
@@ -46,6 +47,11 @@ out:
 
 x3_status x3_job_check_output(x3_job *job, x3_err *err)
 {
+    /* a job that is still to be planned does not know its bits */
+    static const char *const bits[] = {"kernel_set", "bits", "head_bits", "allocation", NULL};
+    static const char *const kernels[] = {"kernel_set", NULL};
+    const bool is_placed = !job->o.planned || job->o.recipe != NULL;
+    const char *const *exact = is_placed ? kernels + 1 : bits + 1, *const *other_kernels = is_placed ? kernels : bits;
     const char *out = job->o.out;
     bool empty = true;
     x3_status rc;
@@ -55,11 +61,13 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
     if (x3_path_overlaps(job->o.model, job->work))
         return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the input %s", job->work,
                        job->o.model);
+    if (x3_path_overlaps(out, job->work))
+        return x3_fail(err, X3_ERR_INPUT, "%s: the work folder is, holds, lies in or is linked to the output %s", job->work, out);
     if (x3_path_exists(out) && !x3_path_is_dir(out))
         return x3_fail(err, X3_ERR_INPUT, "%s: the output exists and is not a folder", out);
     if (x3_job_state_exists(job->work)) {
         if (job->o.resume)
-            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels, err);
+            return x3_job_state_compare(job->work, job->identity, job->o.other_kernels ? other_kernels : exact, err);
         if (!job->o.overwrite)
             return x3_fail(err, X3_ERR_INPUT, "%s: holds an unfinished job; --resume goes on with it, --overwrite drops it",
                            job->work);
@@ -69,7 +77,11 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err)
         if (rc != X3_OK)
             return rc;
         if (!empty && job->o.resume && !job->o.overwrite) {
-            rc = is_finished(job, &job->is_done, err);
+            bool finished = false;
+            rc = is_finished(job, exact, &finished, err);
+            job->is_done = finished && is_placed;
+            if (rc == X3_OK && finished && !is_placed)
+                return X3_OK;
             if (rc != X3_OK || job->is_done)
                 return rc;
         }
@@ -119,11 +131,18 @@ x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "bits", cJSON_CreateNumber(o->bits), err));
     X3_TRY(rc, out, x3_json_add(j, "head_bits", cJSON_CreateNumber(o->head_bits), err));
     X3_TRY(rc, out, x3_json_add(j, "tie", cJSON_CreateString(x3_tie_name(o->tie)), err));
+    X3_TRY(rc, out, x3_json_add(j, "allocation_from", cJSON_CreateString(o->planned || o->recipe != NULL ? "recipe" : "uniform"),
+                                err));
     X3_TRY(rc, out, x3_json_add_hash(j, "allocation", job->allocation.hash, err));
     X3_TRY(rc, out, x3_json_add(j, "codebook", cJSON_CreateString(x3_codebook_name(o->quant.codebook)), err));
     X3_TRY(rc, out, x3_json_add(j, "target_blend", cJSON_CreateNumber(o->quant.target_blend), err));
     X3_TRY(rc, out, x3_json_add(j, "damping", cJSON_CreateNumber(o->quant.damping), err));
     X3_TRY(rc, out, x3_json_add(j, "refit_rounds", cJSON_CreateNumber(o->quant.refit_rounds), err));
+    if (job->summary.n_experts > 0) {
+        X3_TRY(rc, out, x3_json_add(j, "expert_hessian", cJSON_CreateString(job->experts.own ? "own" : "layer"), err));
+        X3_TRY(rc, out, x3_json_add(j, "expert_weights",
+                                    cJSON_CreateString(x3_expert_weighting_name(job->experts.weighting)), err));
+    }
     X3_TRY(rc, out, x3_json_add(j, "seed", cJSON_CreateNumber((double)o->quant.seed), err));
     X3_TRY(rc, out, x3_json_add(j, "rows", cJSON_CreateNumber((double)job->n_rows), err));
     X3_TRY(rc, out, x3_json_add(j, "cols", cJSON_CreateNumber((double)o->cols), err));
@@ -138,25 +157,27 @@ out:
 
 /* ---- estimates ---- */
 
-/* Bytes while one input's linears are quantized: copies of the n x n matrices (A and C of all inputs of the layer; the
- * damped A, L, the rotated A and a float64 factor), and per output column the source, target, regularized weight and
- * codes, with three more of the widest linear for the refit. */
-static uint64_t quantize_bytes(const x3_layer_desc *l, bool both_paths)
+/* Bytes while one input's linears are quantized: copies of the n x n matrices (the damped A, L, the rotated A and a float64
+ * factor), and per output column the source, target, regularized weight and codes, with three more of the widest linear
+ * for the refit. In a layer with experts quantized ones wait for the others. */
+static uint64_t quantize_bytes(const x3_job *job, size_t layer)
 {
-    uint64_t hessians = 0, most = 0;
+    const x3_layer_desc *l = &job->source->model->layers[layer];
+    const x3_planned_group *planned = job->plan->groups + x3_job_first_group(job, layer);
+    uint64_t most = 0, waiting = 0;
 
     for (size_t i = 0; i < l->n_linears;) {
         const int input = l->linears[i].input;
         uint64_t n = x3_round_up(l->linears[i].n_in, 128), columns = 0, widest = 0;
-        hessians += (both_paths ? 2 : 1) * (uint64_t)l->linears[i].n_in * l->linears[i].n_in;
         for (; i < l->n_linears && l->linears[i].input == input; i++) {
             uint64_t m = x3_round_up(l->linears[i].n_out, 128);
             columns += m;
             widest = x3_max_size(widest, m);
+            waiting += n * m * (uint64_t)planned[i].K / 8;
         }
         most = x3_max_size(most, 5 * n * n + n * (4 * columns + 3 * widest));
     }
-    return sizeof(float) * (hessians + most);
+    return sizeof(float) * most + (l->ffn == X3_FFN_MOE ? waiting : 0);
 }
 
 static uint64_t head_bytes(const x3_job *job)
@@ -167,11 +188,67 @@ static uint64_t head_bytes(const x3_job *job)
     return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 8 * n * columns);
 }
 
+/* Gate and up of experts on their own tokens, unless asked otherwise, or unless that would be too much for one layer. */
+static void choose_expert_options(x3_job *job)
+{
+    const x3_model *m = job->source->model;
+    x3_expert_options own = {.own = true, .weighting = job->o.expert_weighting};
+    uint64_t most = 0, of_expert;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].ffn == X3_FFN_MOE) {
+            (void)x3_layer_stats_bytes(&m->layers[i], &own, true, &of_expert);
+            most = x3_max_size(most, of_expert * m->layers[i].moe.rule.n_experts);
+            job->summary.n_experts = x3_max_size(job->summary.n_experts, m->layers[i].moe.rule.n_experts);
+        }
+    job->experts = own;
+    job->experts.own = job->o.expert_hessian == X3_EXPERT_HESSIAN_OWN ||
+                       (job->o.expert_hessian == X3_EXPERT_HESSIAN_AUTO && most <= X3_OWN_HESSIAN_BYTES);
+}
+
+/* Bytes of the layer that needs most, with the Hessians of at_once experts. */
+static uint64_t layer_bytes(const x3_job *job, size_t at_once)
+{
+    const x3_model *m = job->source->model;
+    const bool both = job->o.quant.target_blend > 0;
+    uint64_t most = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++) {
+        uint64_t of_expert, others = x3_layer_stats_bytes(&m->layers[i], &job->experts, both, &of_expert);
+        size_t n = m->layers[i].ffn == X3_FFN_MOE ? x3_min_size(at_once, m->layers[i].moe.rule.n_experts) : 0;
+        most = x3_max_size(most, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(job, i) + others +
+                                     n * of_expert);
+    }
+    return most;
+}
+
+/* Largest number of experts at once that fits, at least 1; bytes of the whole with it. */
+static uint64_t fit_experts(const x3_job *job, uint64_t fixed, uint64_t head, uint64_t budget, size_t *at_once)
+{
+    size_t low = 1, high = x3_max_size(job->summary.n_experts, 1);
+
+    while (low < high) {
+        size_t middle = (low + high + 1) / 2;
+        if (fixed + x3_max_size(layer_bytes(job, middle), head) <= budget)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    *at_once = low;
+    return fixed + x3_max_size(layer_bytes(job, low), head);
+}
+
+/* Without a text (check) as many as a job may take. */
+static size_t planned_rows(const x3_job *job)
+{
+    return job->n_rows == 0 ? job->o.rows : job->n_rows;
+}
+
 /* What the device's operations need for themselves: the most that any group of linears asks for. */
 static uint64_t own_bytes(const x3_job *job)
 {
     const x3_model *m = job->source->model;
-    const size_t rows = x3_stream_batch(job->n_rows == 0 ? 1 : job->n_rows, job->o.cols) * job->o.cols;
+    const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
     uint64_t most = 0;
 
     if (job->dev->ops->own_bytes == NULL)
@@ -200,35 +277,62 @@ static uint64_t host_bytes(const x3_job *job)
     return 2 * sizeof(float) * (largest + 8192 * m->hidden) + ((uint64_t)1 << 30);
 }
 
+/* Hidden states go further away (device, host, disk) when they do not fit beside an eighth of a layer's experts: every pass
+ * over the text for some more experts costs a run through attention. */
+static bool fits_with_states(const x3_job *job, uint64_t bytes, uint64_t budget, size_t at_once)
+{
+    return bytes <= budget && 8 * at_once >= job->summary.n_experts;
+}
+
+static void estimate_on_host(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+
+    s->hidden_place = X3_HIDDEN_HOST;
+    s->peak_bytes = fit_experts(job, fixed + s->hidden_bytes, head, s->memory_bytes, at_once);
+    if (fits_with_states(job, s->peak_bytes, s->memory_bytes, *at_once))
+        return;
+    s->hidden_place = X3_HIDDEN_DISK;
+    s->peak_bytes = fit_experts(job, fixed, head, s->memory_bytes, at_once);
+}
+
+/* A device with memory of its own, of which a tenth is left: allocations take more than they ask for. */
+static void estimate_on_device(x3_job *job, uint64_t fixed, uint64_t head, size_t *at_once)
+{
+    x3_job_summary *s = &job->summary;
+    const uint64_t budget = job->dev->capacity_bytes / 10 * 9;
+
+    s->device_free = job->dev->capacity_bytes;
+    s->peak_bytes = host_bytes(job);
+    s->hidden_place = X3_HIDDEN_DEVICE;
+    s->device_bytes = fit_experts(job, fixed + s->hidden_bytes, head, budget, at_once);
+    if (fits_with_states(job, s->device_bytes, budget, *at_once))
+        return;
+    s->device_bytes = fit_experts(job, fixed, head, budget, at_once);
+    s->hidden_place = s->peak_bytes + s->hidden_bytes <= s->memory_bytes ? X3_HIDDEN_HOST : X3_HIDDEN_DISK;
+    if (s->hidden_place == X3_HIDDEN_HOST)
+        s->peak_bytes += s->hidden_bytes;
+}
+
 static void estimate_memory(x3_job *job)
 {
     const x3_model *m = job->source->model;
     x3_job_summary *s = &job->summary;
     const bool both = job->o.quant.target_blend > 0;
-    uint64_t capture = x3_layer_runner_bytes(m, job->n_rows == 0 ? 1 : job->n_rows, job->o.cols, both);
-    uint64_t layer = 0;
+    const uint64_t fixed = (64u << 20) + own_bytes(job) + x3_layer_runner_bytes(m, planned_rows(job), job->o.cols, both);
+    size_t at_once;
 
-    for (size_t i = 0; i < m->n_layers; i++)
-        layer = x3_max_size(layer, x3_layer_weights_bytes(job->source, &m->layers[i]) + quantize_bytes(&m->layers[i], both));
-    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)job->n_rows * job->o.cols * m->hidden * sizeof(float);
-    s->peak_bytes = capture + x3_max_size(layer, head_bytes(job)) + own_bytes(job) + (64u << 20);
-    if (job->dev->capacity_bytes > 0) {
-        s->device_bytes = s->peak_bytes;
-        s->device_free = job->dev->capacity_bytes;
-        s->peak_bytes = host_bytes(job);
-    }
+    s->hidden_bytes = (both ? 2 : 1) * (uint64_t)planned_rows(job) * x3_state_floats(m, job->o.cols) * sizeof(float);
     s->memory_bytes = job->o.memory_bytes;
     if (s->memory_bytes == 0)
         s->memory_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 5 * 4;
-    if (s->device_free > 0 && s->device_bytes + s->hidden_bytes <= s->device_free / 10 * 9) {
-        s->hidden_place = X3_HIDDEN_DEVICE;
-        s->device_bytes += s->hidden_bytes;
-    } else if (s->peak_bytes + s->hidden_bytes <= s->memory_bytes) {
-        s->hidden_place = X3_HIDDEN_HOST;
-        s->peak_bytes += s->hidden_bytes;
-    } else {
-        s->hidden_place = X3_HIDDEN_DISK;
-    }
+    if (job->dev->capacity_bytes > 0)
+        estimate_on_device(job, fixed, head_bytes(job), &at_once);
+    else
+        estimate_on_host(job, fixed, head_bytes(job), &at_once);
+    s->experts_at_once = s->n_experts == 0 ? 0 : at_once;
+    s->expert_passes = s->n_experts == 0 ? 0 : (s->n_experts + at_once - 1) / at_once;
+    s->own_hessians = job->experts.own;
 }
 
 /* Free bytes of the file system that will hold `path`, which need not exist yet. */
@@ -272,6 +376,18 @@ static x3_status estimate_disk(x3_job *job, x3_err *err)
 out:
     free(path);
     return rc;
+}
+
+/* Part of all tokens that linear `index` of the model sees, taken that experts share them evenly. */
+static double routed_part(const x3_model *m, size_t index)
+{
+    size_t layer;
+    const x3_linear_desc *d = x3_model_linear(m, index, &layer);
+    const x3_layer_desc *l = layer < m->n_layers ? &m->layers[layer] : NULL;
+
+    if (l == NULL || x3_layer_expert(l, (size_t)(d - l->linears)) < 0)
+        return 1;
+    return (double)l->moe.rule.n_chosen / (double)l->moe.rule.n_experts;
 }
 
 /* Sizes of the two short measurements: enough to occupy a device. */
@@ -322,7 +438,7 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
         if (job->plan->groups[i].K > 0)
             weights += n;
         if (d != &m->head) /* three runs of the layer, and second moments about as dear as one */
-            layers += 4 * 2 * n * (double)(job->n_rows * job->o.cols);
+            layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
     job->summary.seconds = t.encode * weights + t.product * layers;
     job->dev->peak_bytes = 0; /* the job's own peak counts from here; what is still held counts with the next allocation */
@@ -340,6 +456,7 @@ x3_status x3_job_estimate(x3_job *job, x3_err *err)
     x3_status rc;
 
     *s = (x3_job_summary){
+        .n_experts = s->n_experts,
         .n_layers = job->source->model->n_layers,
         .source_bytes = job->source->st->total_bytes,
         .body_bits = job->allocation.body_bits,
@@ -419,6 +536,33 @@ static x3_status check_space(const x3_job *job, x3_err *err)
     return X3_OK;
 }
 
+static const char *const hessian_names[] = {"auto", "layer", "own"}, *const weighting_names[] = {"none", "down", "all"};
+
+bool x3_expert_hessian_parse(const char *name, x3_expert_hessian *out)
+{
+    for (int i = 0; i < 3; i++)
+        if (strcmp(name, hessian_names[i]) == 0) {
+            *out = (x3_expert_hessian)i;
+            return true;
+        }
+    return false;
+}
+
+bool x3_expert_weighting_parse(const char *name, x3_expert_weighting *out)
+{
+    for (int i = 0; i < 3; i++)
+        if (strcmp(name, weighting_names[i]) == 0) {
+            *out = (x3_expert_weighting)i;
+            return true;
+        }
+    return false;
+}
+
+const char *x3_expert_weighting_name(x3_expert_weighting weighting)
+{
+    return weighting_names[weighting];
+}
+
 static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
 {
     x3_status rc;
@@ -429,9 +573,22 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);
         goto out;
     }
+    choose_expert_options(job);
     if (job->o.n_texts > 0)
         X3_TRY(rc, out, read_text(job, err));
-    X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie, err));
+    if (job->o.recipe != NULL)
+        X3_TRY(rc, out, x3_allocation_of_recipe(&job->allocation, job->source->model, job->o.recipe, err));
+    else
+        X3_TRY(rc, out, x3_allocate_uniform(&job->allocation, job->source->model, job->o.bits, job->o.head_bits, job->o.tie,
+                                            err));
+    const x3_tensor *head = x3_checkpoint_weight(job->source, &job->source->model->head);
+    if (job->allocation.head_K == 0 && !job->source->model->tied && head != NULL && head->dtype == X3_F8_E4M3) {
+        rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: an FP8 head is not left as it is (--head-bits 0): its scales belong to no "
+                     "pack", head->name);
+        goto out;
+    }
+    job->o.bits = job->allocation.target_bits;
+    job->o.head_bits = job->allocation.head_K;
     X3_TRY(rc, out, x3_pack_plan_create(&job->plan, job->source, &job->allocation, job->o.quant.codebook, err));
     X3_TRY(rc, out, x3_pack_writer_plan(&job->writer, job->o.out == NULL ? "." : job->o.out, job->plan->tensors,
                                         job->plan->n_tensors, X3_SHARD_BYTES, err));
@@ -460,7 +617,8 @@ x3_status x3_job_open(x3_job **out, const x3_job_options *options, const x3_job_
     if (options->work != NULL)
         X3_TRY(rc, out, x3_strdup(&job->work, options->work, err));
     else
-        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%s.work", options->out == NULL ? "" : options->out));
+        X3_TRY(rc, out, x3_asprintf(&job->work, err, "%.*s.work", (int)(options->out == NULL ? 0 : x3_path_trimmed(options->out)),
+                                    options->out == NULL ? "" : options->out));
     X3_TRY(rc, out, open_job(job, findings, err));
     *out = job;
     job = NULL;

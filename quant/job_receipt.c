@@ -5,7 +5,8 @@
 #include "quant/job_internal.h"
 #include "quant/pack_info.h"
 
-x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, bool uncalibrated, x3_err *err)
+x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hessian *h, size_t tokens, bool uncalibrated,
+                             x3_err *err)
 {
     cJSON *e = cJSON_CreateObject();
     x3_status rc;
@@ -20,6 +21,10 @@ x3_status x3_job_group_entry(cJSON **out, const x3_quant_linear *q, const x3_hes
     X3_TRY(rc, out, x3_json_add(e, "scale", cJSON_CreateNumber(q->scale), err));
     X3_TRY(rc, out, x3_json_add(e, "positions", cJSON_CreateNumber((double)h->n_rows), err));
     X3_TRY(rc, out, x3_json_add(e, "dropped", cJSON_CreateNumber((double)h->n_dropped), err));
+    if (tokens != SIZE_MAX)
+        X3_TRY(rc, out, x3_json_add(e, "expert_tokens", cJSON_CreateNumber((double)tokens), err));
+    if (h->blended > 0)
+        X3_TRY(rc, out, x3_json_add(e, "blended", cJSON_CreateNumber(h->blended), err));
     if (uncalibrated)
         X3_TRY(rc, out, x3_json_add(e, "uncalibrated", cJSON_CreateTrue(), err));
     *out = e;
@@ -47,7 +52,7 @@ static x3_status add_source(cJSON *j, const x3_job *job, x3_err *err)
             continue;
         X3_TRY(rc, out, x3_json_add(dropped, NULL, entry = cJSON_CreateObject(), err));
         X3_TRY(rc, out, x3_json_add(entry, "name", cJSON_CreateString(job->source->st->tensors[i].name), err));
-        X3_TRY(rc, out, x3_json_add(entry, "reason", cJSON_CreateString(job->source->drop_reasons[i]), err));
+        X3_TRY(rc, out, x3_json_add(entry, "reason", cJSON_CreateString(job->source->reasons[i]), err));
     }
 out:
     return rc;

@@ -76,7 +76,39 @@ static void add_difference(char *text, size_t size, const char *key, const cJSON
     cJSON_free(b);
 }
 
-x3_status x3_job_state_compare(const char *work, const cJSON *identity, bool other_kernels, x3_err *err)
+static bool is_skipped(const char *key, const char *const *skipped)
+{
+    for (; *skipped != NULL; skipped++)
+        if (strcmp(key, *skipped) == 0)
+            return true;
+    return false;
+}
+
+/* Keys of `now` that `was` lacks or has otherwise; with `lacking_only`, the former alone. */
+static void find_differences(const cJSON *now, const cJSON *was, bool lacking_only, const char *const *skipped, char *text,
+                             size_t size)
+{
+    for (const cJSON *n = now == NULL ? NULL : now->child; n != NULL; n = n->next) {
+        const cJSON *w = cJSON_GetObjectItemCaseSensitive(was, n->string);
+        if (is_skipped(n->string, skipped) || (w != NULL && (lacking_only || cJSON_Compare(w, n, true))))
+            continue;
+        if (lacking_only)
+            add_difference(text, size, n->string, n, NULL);
+        else
+            add_difference(text, size, n->string, w, n);
+    }
+}
+
+bool x3_job_state_equal(const cJSON *a, const cJSON *b, const char *const *skipped)
+{
+    char text[1100] = "";
+
+    find_differences(a, b, false, skipped, text, sizeof text);
+    find_differences(b, a, true, skipped, text, sizeof text);
+    return text[0] == '\0';
+}
+
+x3_status x3_job_state_compare(const char *work, const cJSON *identity, const char *const *skipped, x3_err *err)
 {
     char differences[1100] = "";
     cJSON *earlier = NULL;
@@ -87,15 +119,8 @@ x3_status x3_job_state_compare(const char *work, const cJSON *identity, bool oth
         rc = x3_fail(err, X3_ERR_INPUT, "%s: has no job.json to resume from", work);
         goto out;
     }
-    for (const cJSON *now = identity->child; now != NULL; now = now->next) {
-        const cJSON *was = cJSON_GetObjectItemCaseSensitive(earlier, now->string);
-        if (was == NULL || !cJSON_Compare(was, now, true))
-            if (!(other_kernels && strcmp(now->string, "kernel_set") == 0))
-                add_difference(differences, sizeof differences, now->string, was, now);
-    }
-    for (const cJSON *was = earlier->child; was != NULL; was = was->next)
-        if (cJSON_GetObjectItemCaseSensitive(identity, was->string) == NULL)
-            add_difference(differences, sizeof differences, was->string, was, NULL);
+    find_differences(identity, earlier, false, skipped, differences, sizeof differences);
+    find_differences(earlier, identity, true, skipped, differences, sizeof differences);
     if (differences[0] != '\0')
         rc = x3_fail(err, X3_ERR_INPUT, "%s: the job there had other options: %s", work, differences);
 out:

@@ -14,9 +14,11 @@ x3_status x3_job_state_begin(const char *work, const cJSON *identity, x3_err *er
 /* Removes job.json: the job is over. */
 x3_status x3_job_state_end(const char *work, x3_err *err) X3_MUST;
 bool x3_job_state_exists(const char *work);
-/* Compares identities; a difference is X3_ERR_INPUT and the message
- * shows every key that differs, then and now. "kernel_set" may differ when other_kernels. */
-x3_status x3_job_state_compare(const char *work, const cJSON *identity, bool other_kernels, x3_err *err) X3_MUST;
+/* Compares the identity with that in job.json; a difference is X3_ERR_INPUT and the message shows every key that differs,
+ * then and now. Keys in `skipped` (NULL-terminated) may differ. */
+x3_status x3_job_state_compare(const char *work, const cJSON *identity, const char *const *skipped, x3_err *err) X3_MUST;
+/* The same of two identities: true when they are equal but for what is skipped. */
+bool x3_job_state_equal(const cJSON *a, const cJSON *b, const char *const *skipped);
 
 /* Record of a step ("scan", "kept", "layer-00003", "head"). *out is NULL when it is not there. */
 x3_status x3_record_load(const char *work, const char *step, cJSON **out, x3_err *err) X3_MUST;

@@ -18,7 +18,7 @@ static uint64_t padded(size_t n)
 
 struct planner {
     x3_pack_plan *p;
-    size_t capacity, unit;
+    size_t capacity, copied_capacity, unit;
     bool *taken; /* [source tensors] already in the list */
     x3_err *err;
 };
@@ -31,6 +31,10 @@ static x3_status add_tensor(struct planner *b, const char *name, x3_dtype dtype,
 
     if (rc != X3_OK)
         return rc;
+    rc = x3_grow(&b->p->copied, &b->copied_capacity, b->p->n_tensors + 1, sizeof *b->p->copied, b->err);
+    if (rc != X3_OK)
+        return rc;
+    b->p->copied[b->p->n_tensors] = NULL;
     *index = b->p->n_tensors;
     b->p->tensors[b->p->n_tensors++] = t;
     return X3_OK;
@@ -76,9 +80,11 @@ static x3_status add_copy(struct planner *b, const x3_tensor *t)
     b->taken[t - b->p->source->st->tensors] = true;
     b->unit++;
     rc = add_tensor(b, t->name, t->dtype, t->rank, 0, 0, 0, &index);
-    if (rc == X3_OK)
-        memcpy(b->p->tensors[index].out.shape, t->shape, sizeof t->shape);
-    return rc;
+    if (rc != X3_OK)
+        return rc;
+    memcpy(b->p->tensors[index].out.shape, t->shape, sizeof t->shape);
+    b->p->copied[index] = t;
+    return X3_OK;
 }
 
 static x3_status add_linear(struct planner *b, const x3_linear_desc *d, int K)
@@ -143,6 +149,7 @@ void x3_pack_plan_free(x3_pack_plan *p)
     if (p == NULL)
         return;
     free(p->tensors);
+    free(p->copied);
     free(p->groups);
     x3_arena_free(&p->arena);
     free(p);

@@ -21,6 +21,7 @@ typedef struct x3_pack_plan {
     x3_codebook codebook;
     x3_pack_tensor *tensors;
     size_t n_tensors;
+    const x3_tensor **copied; /* [n_tensors]: the source's tensor that is copied, or NULL for a part of a group */
     x3_planned_group *groups; /* [allocation->n + 1]; K = 0: not quantized; the head is last */
     size_t n_groups;
     x3_arena arena;           /* names */

@@ -6,6 +6,7 @@
  *   group.c       this order; scale of the codes, block LDL, LDLQ with the trellis search (device.ldlq)
  *   refit.c       svh and suh by least squares under A once the codes are known
  *   metrics.c     relative output errors
+ *   noise.c       noise in place of codes, for measurements
  *
  * Sides: a weight is W [n_out][n_in] as on disk until regularize.c transposes it to [n_in][n_out]; sizes with
  * `_padded` are rounded up to 128. */
@@ -20,6 +21,8 @@ typedef struct x3_quant_options {
     double damping;      /* lambda as a part of the mean diagonal of A; the peer's and our default is 0.025 */
     int refit_rounds;    /* 0 leaves the scales as regularize.c made them */
     uint64_t seed;
+    bool noise;          /* noise of the size and shape of the error of K bits in place of codes (measure.h): the results
+                            are dense weights, with no trellis and no scales */
 } x3_quant_options;
 
 #define X3_QUANT_DEFAULTS \
@@ -40,6 +43,7 @@ typedef struct x3_quant_linear {
     double error_source;   /* tr(E' A E) / tr(W' A W), undamped A, E of the effective weight against W */
     double error_target;   /* the same with E against T */
     double error_weight;   /* |E|^2 / |W|^2 against W */
+    double energy;         /* tr(W' A W) of the mean A: mean square of the output, summed over outputs */
 } x3_quant_linear;
 
 void x3_quant_linear_free(x3_device *dev, x3_quant_linear *q);
@@ -100,7 +104,13 @@ x3_status x3_quant_diagonal(x3_device *dev, const float *d_a, size_t n, float *o
 x3_status x3_quant_error(const x3_quant_input *in, const float *d_e, size_t n_cols, double *output_error,
                          double *squares, x3_err *err) X3_MUST;
 
-/* Best scale of unit Gaussian input for a codebook and K. */
+/* Best scale of unit Gaussian input for a codebook and K; its mean squared error there (design/quality.md). */
 double x3_quant_nominal_scale(x3_codebook codebook, int K);
+double x3_quant_tile_error(x3_codebook codebook, int K);
+
+/* noise.c: d_q [n][n_cols] += E, distributed as the error that LDLQ would leave with a search of mean squared error
+ * `variance`: white noise fed back through L from the last row of tiles to the first. `name` and seed make the noise. */
+x3_status x3_quant_add_noise(x3_device *dev, const float *d_l, size_t n, float *d_q, size_t n_cols, double variance,
+                             const char *name, uint64_t seed, x3_err *err) X3_MUST;
 
 #endif

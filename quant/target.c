@@ -52,7 +52,7 @@ x3_status x3_quant_input_create(x3_quant_input *in, x3_device *dev, const x3_qua
     X3_TRY(rc, out, x3_alloc(&in->signs, in->n_padded, sizeof(float), err));
     x3_rng_init(&rng, options->seed, group);
     x3_rng_signs(&rng, in->signs, in->n_padded);
-    if (h->n_rows > 0)
+    if (h->n_rows > 0 || h->blended > 0)
         X3_TRY(rc, out, mean_diagonal(h, &mean, err));
     in->uncalibrated = !(mean >= 1e-20);
     if (!in->uncalibrated)

@@ -104,9 +104,24 @@ out:
     return rc;
 }
 
+/* Other readers decode all experts of a layer with one codebook. `first` is that of the layer's first expert, -1 before. */
+static void check_expert_codebook(x3_verify_report *r, const x3_layer_desc *l, const x3_linear_desc *d, const x3_group *g,
+                                  int *first)
+{
+    if (x3_layer_expert(l, (size_t)(d - l->linears)) < 0)
+        return;
+    if (*first < 0)
+        *first = (int)g->codebook;
+    else if (*first != (int)g->codebook)
+        x3_findings_add(&r->findings, "%s: codebook %s, other experts of the layer have %s: readers refuse that", d->name,
+                        x3_codebook_name(g->codebook), x3_codebook_name((x3_codebook)*first));
+}
+
 static x3_status check_groups(x3_verify_report *r, x3_err *err)
 {
     const x3_linear_desc *d;
+    size_t last = SIZE_MAX;
+    int codebook = -1;
     x3_status rc = X3_OK;
     size_t layer;
 
@@ -123,6 +138,10 @@ static x3_status check_groups(x3_verify_report *r, x3_err *err)
             x3_findings_add(&r->notes, "%s: starts at byte %llu, not on a 64-byte boundary", g.trellis->name,
                             (unsigned long long)g.trellis->offset);
         X3_TRY(rc, out, check_scales(r, d, &g, err));
+        codebook = layer == last ? codebook : -1;
+        last = layer;
+        if (layer < r->pack->model->n_layers)
+            check_expert_codebook(r, &r->pack->model->layers[layer], d, &g, &codebook);
     }
 out:
     return rc;
@@ -212,16 +231,27 @@ out:
 
 /* ---- against the source ---- */
 
-static const cJSON *receipt_group(const cJSON *receipt, const char *name)
+static bool is_named(const cJSON *group, const char *name)
 {
-    const cJSON *groups = receipt == NULL ? NULL : x3_json_get(receipt, "groups");
+    const cJSON *n = group == NULL ? NULL : x3_json_get(group, "name");
 
-    for (const cJSON *g = groups == NULL ? NULL : groups->child; g != NULL; g = g->next) {
-        const cJSON *n = x3_json_get(g, "name");
-        if (cJSON_IsString(n) && strcmp(n->valuestring, name) == 0)
-            return g;
-    }
-    return NULL;
+    return cJSON_IsString(n) && strcmp(n->valuestring, name) == 0;
+}
+
+/* *last is the group found before: the next one is usually the right one. */
+static const cJSON *receipt_group(const cJSON *receipt, const char *name, const cJSON **last)
+{
+    const cJSON *groups = receipt == NULL ? NULL : x3_json_get(receipt, "groups"), *g;
+
+    if (groups == NULL)
+        return NULL;
+    if (*last != NULL && is_named((*last)->next, name))
+        return *last = (*last)->next;
+    for (g = groups->child; g != NULL && !is_named(g, name); g = g->next)
+        ;
+    if (g != NULL)
+        *last = g;
+    return g;
 }
 
 /* |E|^2 / |W|^2: the rows of the identity go through the quantized linear, a block at a time. */
@@ -229,14 +259,13 @@ static x3_status weight_error(x3_device *dev, const x3_checkpoint *pack, const x
                               const x3_linear_desc *d, double *error, x3_err *err)
 {
     enum { ROWS = 256 };
-    const x3_tensor *t = x3_checkpoint_weight(source, d);
     float *w = NULL, *eye = NULL, *got = NULL, *d_eye = NULL, *d_got = NULL;
     double squares = 0, norm = 0;
     x3_weight q = {0};
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&w, d->n_out * d->n_in, sizeof *w, err));
-    X3_TRY(rc, out, x3_dense_read(source, t, 0, d->n_out, w, err));
+    X3_TRY(rc, out, x3_dense_read(source, d, 0, d->n_out, w, err));
     X3_TRY(rc, out, x3_linear_load(&q, dev, pack, d, err));
     x3_device_free(dev, (void *)(uintptr_t)q.bias);
     q.bias = NULL;
@@ -274,12 +303,13 @@ static x3_status compare_groups(x3_verify_report *r, const x3_checkpoint *source
                                 const x3_progress *progress, x3_err *err)
 {
     const x3_linear_desc *d;
+    const cJSON *last = NULL;
     size_t layer, capacity = 0;
     x3_status rc = X3_OK;
 
     for (size_t i = 0; (d = x3_model_linear(source->model, i, &layer)) != NULL; i++) {
         const x3_linear_desc *p = x3_model_linear(r->pack->model, i, &layer);
-        const cJSON *entry = receipt_group(receipt, d->name);
+        const cJSON *entry = receipt_group(receipt, d->name, &last);
         const cJSON *stated = entry == NULL ? NULL : x3_json_get(entry, "error_weight");
         x3_verify_group g = {.receipt_error = cJSON_IsNumber(stated) ? stated->valuedouble : -1};
         x3_weight w;
@@ -315,7 +345,8 @@ static x3_status compare_kept(x3_verify_report *r, const x3_checkpoint *source, 
     for (size_t i = 0; i < source->st->n_tensors; i++) {
         const x3_tensor *t = &source->st->tensors[i], *p = x3_safetensors_find(r->pack->st, t->name);
         uint64_t a, b;
-        if (source->roles[i] != X3_ROLE_KEPT)
+        /* a weight that is still there was left as it is */
+        if (source->roles[i] != X3_ROLE_KEPT && !(source->roles[i] == X3_ROLE_WEIGHT && p != NULL))
             continue;
         if (p == NULL) {
             x3_findings_add(&r->findings, "%s: tensor %s of the source is missing", r->pack->dir, t->name);

@@ -90,6 +90,20 @@ static uint32_t trie_find(const struct x3_trie *trie, const char *text, size_t n
 
 /* ---- loading ---- */
 
+/* The marks of turns are special in most files, but not in all (DeepSeek's <｜User｜> is not). */
+static bool looks_like_control(const char *content)
+{
+    static const char *const pairs[][2] = {{"<|", "|>"}, {"<｜", "｜>"}};
+    size_t n = strlen(content);
+
+    for (size_t i = 0; i < 2; i++) {
+        size_t length = strlen(pairs[i][0]);
+        if (n > 2 * length && strncmp(content, pairs[i][0], length) == 0 && strcmp(content + n - length, pairs[i][1]) == 0)
+            return true;
+    }
+    return false;
+}
+
 static x3_status read_token(x3_added_token *token, const cJSON *node, size_t index, const char *where, x3_err *err)
 {
     const char *content = NULL;
@@ -116,6 +130,7 @@ static x3_status read_token(x3_added_token *token, const cJSON *node, size_t ind
         goto out;
     }
     token->id = (uint32_t)id;
+    token->control = token->special || looks_like_control(content);
     rc = x3_strdup(&token->content, content, err);
 out:
     free(name);
@@ -271,6 +286,13 @@ static size_t spaces_after(const char *text, size_t n_bytes, size_t at)
     return at;
 }
 
+static bool is_marked(const x3_added_walk *walk, size_t at)
+{
+    const x3_view *m = &walk->marker;
+
+    return m->n_bytes > 0 && at >= m->n_bytes && memcmp(walk->text + at - m->n_bytes, m->data, m->n_bytes) == 0;
+}
+
 /* The next match that counts, with the white space it swallows. *token NULL: none. */
 static x3_status next_match(const x3_added_tokens *added, x3_added_walk *walk, x3_regex_scratch *scratch,
                             const x3_added_token **token, size_t *start, size_t *end, x3_err *err)
@@ -286,6 +308,8 @@ static x3_status next_match(const x3_added_tokens *added, x3_added_walk *walk, x
         const x3_added_token *t = &added->items[index];
         walk->search_at = *end; /* a match that does not count is passed over whole, too */
         if (walk->skip_special && t->special)
+            continue;
+        if (t->control && is_marked(walk, *start))
             continue;
         if (t->single_word) {
             bool touches;
@@ -346,4 +370,41 @@ x3_status x3_added_tokens_next(const x3_added_tokens *added, x3_added_walk *walk
     *stretch = (x3_view){walk->text + start, end - start};
     walk->covered = end;
     return X3_OK;
+}
+
+/* ---- marking ---- */
+
+/* Does a control token start at `at`, or could one that goes on after the end? */
+static bool may_be_control(const x3_added_tokens *added, const struct x3_trie *trie, x3_view text, size_t at)
+{
+    uint32_t node = 0;
+
+    if (trie == NULL || !trie->starts[(unsigned char)text.data[at]])
+        return false;
+    for (size_t i = at; i < text.n_bytes; i++) {
+        node = find_child(trie, node, (unsigned char)text.data[i]);
+        if (node == 0)
+            return false;
+        uint32_t token = trie->nodes[node].token;
+        if (token != NONE && added->items[token].control)
+            return true;
+    }
+    return trie->nodes[node].child != 0;
+}
+
+x3_status x3_added_tokens_mark(const x3_added_tokens *added, x3_view text, x3_view marker, x3_text *out, x3_err *err)
+{
+    size_t done = 0;
+    x3_status rc = X3_OK;
+
+    for (size_t at = 0; at < text.n_bytes; at++) {
+        if (!may_be_control(added, added->tries[0], text, at) && !may_be_control(added, added->tries[1], text, at))
+            continue;
+        X3_TRY(rc, out, x3_text_put(out, text.data + done, at - done, err));
+        X3_TRY(rc, out, x3_text_put(out, marker.data, marker.n_bytes, err));
+        done = at;
+    }
+    rc = x3_text_put(out, text.data + done, text.n_bytes - done, err);
+out:
+    return rc;
 }

@@ -17,6 +17,7 @@ typedef struct x3_added_token {
     x3_text normal_form;
     uint32_t id;
     bool single_word, lstrip, rstrip, normalized, special;
+    bool control; /* special, or written <|…|>: what a user types must not become it */
 } x3_added_token;
 
 typedef struct x3_added_tokens {
@@ -40,6 +41,7 @@ typedef struct x3_added_walk {
     size_t n_bytes;
     bool normalized;    /* look for the tokens of normalized text */
     bool skip_special;  /* special tokens are plain text */
+    x3_view marker;     /* control tokens right after it are plain text; empty: there is none */
     size_t search_at, covered;
     const x3_added_token *pending;
     size_t pending_end;
@@ -48,5 +50,10 @@ typedef struct x3_added_walk {
 /* The next stretch: a token, or text between tokens (*token NULL). *done when there is none. */
 x3_status x3_added_tokens_next(const x3_added_tokens *added, x3_added_walk *walk, x3_regex_scratch *scratch,
                                const x3_added_token **token, x3_view *stretch, bool *done, x3_err *err) X3_MUST;
+
+/* Appends a text to *out, `marker` before every place where a control token stands or where the text ends within one
+ * (what a template puts after it could complete it). */
+x3_status x3_added_tokens_mark(const x3_added_tokens *added, x3_view text, x3_view marker, x3_text *out,
+                               x3_err *err) X3_MUST;
 
 #endif

@@ -1,10 +1,27 @@
-/* Grouped-query attention: q, k, v projections, norms of heads where the family has them, rope, causal attention over
- * the cache, output projection. */
+/* Grouped-query attention: q, k, v projections (apart, or in one linear), norms of heads where the family has them, rope
+ * on the first dimensions of a head, causal attention over the cache, an output gate where the family has one, output
+ * projection. */
 #include "runtime/forward.h"
+
+/* Outputs of the q linear. */
+static size_t q_columns(const x3_gqa_desc *d)
+{
+    const size_t q = d->n_heads * d->head_dim, kv = d->n_kv_heads * (d->head_dim + d->v_dim);
+
+    return d->k < 0 ? q + kv : d->gated ? 2 * q : q;
+}
+
+static size_t value_columns(const x3_gqa_desc *d)
+{
+    return d->n_heads * x3_max_size(d->head_dim, d->v_dim);
+}
 
 size_t x3_gqa_scratch(const x3_gqa_desc *d, size_t n_rows)
 {
-    return n_rows * d->head_dim * (2 * d->n_heads + 2 * d->n_kv_heads);
+    const size_t q = d->n_heads * d->head_dim, kv = d->n_kv_heads * (d->head_dim + d->v_dim);
+    const size_t split = d->gated || d->k < 0 ? q_columns(d) : 0;
+
+    return n_rows * (q + kv + value_columns(d) + split + (d->gated ? q : 0));
 }
 
 static x3_status norm_heads(x3_forward *f, float *d_x, size_t n_heads, size_t n_rows, size_t head_dim,
@@ -28,29 +45,69 @@ static x3_status rotate(x3_forward *f, const x3_gqa_desc *d, float *d_x, size_t 
     return f->dev->ops->rope(f->dev, &rope, batch, err);
 }
 
+struct parts {
+    float *d_q, *d_k, *d_v, *d_gate, *d_joined; /* d_gate, d_joined: NULL when the kind has none */
+};
+
+static x3_status project(x3_forward *f, const x3_layer_weights *w, const float *d_in, size_t n, const struct parts *p,
+                         x3_err *err)
+{
+    const x3_gqa_desc *d = &w->desc->gqa;
+    const x3_device_ops *ops = f->dev->ops;
+    const size_t q = d->n_heads * d->head_dim, k = d->n_kv_heads * d->head_dim, v = d->n_kv_heads * d->v_dim;
+    const size_t columns = q_columns(d);
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_forward_linear(f, w, d->q, d_in, n, p->d_joined != NULL ? p->d_joined : p->d_q, err));
+    if (d->k < 0) {
+        X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_q, q, p->d_joined, columns, n, q, err));
+        X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_k, k, p->d_joined + q, columns, n, k, err));
+        X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_v, v, p->d_joined + q + k, columns, n, v, err));
+    } else {
+        X3_TRY(rc, out, x3_forward_linear(f, w, d->k, d_in, n, p->d_k, err));
+        X3_TRY(rc, out, x3_forward_linear(f, w, d->v, d_in, n, p->d_v, err));
+    }
+    if (d->gated) {
+        const size_t h = d->head_dim;
+        X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_q, h, p->d_joined, 2 * h, n * d->n_heads, h, err));
+        X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_gate, h, p->d_joined + h, 2 * h, n * d->n_heads, h, err));
+    }
+    if (d->value_scale != 1)
+        rc = ops->scale(f->dev, p->d_v, n * v, d->value_scale, err);
+out:
+    return rc;
+}
+
 x3_status x3_gqa_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
                          const float *d_in, float *d_out, float *d_scratch, x3_err *err)
 {
     const x3_gqa_desc *d = &w->desc->gqa;
-    const size_t n = batch->n_rows, q_dim = d->n_heads * d->head_dim, kv_dim = d->n_kv_heads * d->head_dim;
-    float *d_q = d_scratch, *d_k = d_q + n * q_dim, *d_v = d_k + n * kv_dim, *d_mixed = d_v + n * kv_dim;
-    x3_attention_args attention = {.d_q = d_q, .d_out = d_mixed, .n_heads = d->n_heads, .kv = kv, .scale = d->scale,
-                                   .window = d->window};
+    const x3_device_ops *ops = f->dev->ops;
+    const size_t n = batch->n_rows, q_dim = d->n_heads * d->head_dim;
+    const size_t k_dim = d->n_kv_heads * d->head_dim, v_dim = d->n_kv_heads * d->v_dim;
+    struct parts p = {.d_q = d_scratch, .d_k = d_scratch + n * q_dim, .d_v = d_scratch + n * (q_dim + k_dim)};
+    float *d_mixed = p.d_v + n * v_dim, *d_rest = d_mixed + n * value_columns(d);
+    x3_attention_args attention = {.d_q = p.d_q, .d_out = d_mixed, .n_heads = d->n_heads, .kv = kv, .scale = d->scale,
+                                   .window = d->window, .d_sinks = d->sinks < 0 ? NULL : w->vectors[d->sinks]};
     x3_status rc;
 
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->q, d_in, n, d_q, err));
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->k, d_in, n, d_k, err));
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->v, d_in, n, d_v, err));
+    if (d->gated || d->k < 0)
+        p.d_joined = d_rest;
+    if (d->gated)
+        p.d_gate = d_rest + n * q_columns(d);
+    X3_TRY(rc, out, project(f, w, d_in, n, &p, err));
     if (d->q_norm >= 0)
-        X3_TRY(rc, out, norm_heads(f, d_q, d->n_heads, n, d->head_dim, w->vectors[d->q_norm], err));
+        X3_TRY(rc, out, norm_heads(f, p.d_q, d->n_heads, n, d->head_dim, w->vectors[d->q_norm], err));
     if (d->k_norm >= 0)
-        X3_TRY(rc, out, norm_heads(f, d_k, d->n_kv_heads, n, d->head_dim, w->vectors[d->k_norm], err));
+        X3_TRY(rc, out, norm_heads(f, p.d_k, d->n_kv_heads, n, d->head_dim, w->vectors[d->k_norm], err));
     if (d->rope >= 0) {
-        X3_TRY(rc, out, rotate(f, d, d_q, d->n_heads, batch, err));
-        X3_TRY(rc, out, rotate(f, d, d_k, d->n_kv_heads, batch, err));
+        X3_TRY(rc, out, rotate(f, d, p.d_q, d->n_heads, batch, err));
+        X3_TRY(rc, out, rotate(f, d, p.d_k, d->n_kv_heads, batch, err));
     }
-    X3_TRY(rc, out, f->dev->ops->kv_append(f->dev, kv, batch, d_k, kv_dim, d_v, kv_dim, err));
-    X3_TRY(rc, out, f->dev->ops->attention(f->dev, &attention, batch, err));
+    X3_TRY(rc, out, ops->kv_append(f->dev, kv, batch, p.d_k, k_dim, p.d_v, v_dim, err));
+    X3_TRY(rc, out, ops->attention(f->dev, &attention, batch, err));
+    if (d->gated)
+        X3_TRY(rc, out, ops->sigmoid_mul(f->dev, d_mixed, p.d_gate, n * q_dim, err));
     X3_TRY(rc, out, x3_forward_linear(f, w, d->o, d_mixed, n, d_out, err));
 out:
     return rc;

@@ -17,11 +17,41 @@ static const x3_tensor *find(const x3_checkpoint *c, const char *name, const cha
     return x3_safetensors_find(c->st, full);
 }
 
+static const x3_tensor *stack_of(const x3_checkpoint *c, const x3_linear_desc *linear)
+{
+    return linear->stack == NULL ? NULL : x3_safetensors_find(c->st, linear->stack->tensor);
+}
+
 const x3_tensor *x3_checkpoint_weight(const x3_checkpoint *c, const x3_linear_desc *linear)
 {
+    const x3_tensor *own;
+
     if (linear == &c->model->head && c->model->tied)
         return x3_safetensors_find(c->st, c->model->embed_name);
-    return find(c, linear->name, ".weight");
+    own = find(c, linear->name, ".weight");
+    return own != NULL ? own : stack_of(c, linear);
+}
+
+bool x3_checkpoint_place(const x3_checkpoint *c, const x3_linear_desc *linear, x3_weight_place *place)
+{
+    const x3_stack_desc *s = linear->stack;
+    const x3_tensor *t = x3_checkpoint_weight(c, linear);
+    uint64_t matrix;
+
+    *place = (x3_weight_place){.tensor = t, .whole = true, .out_stride = linear->n_in, .in_stride = 1};
+    if (t == NULL || s == NULL || t != stack_of(c, linear))
+        return t != NULL;
+    matrix = (uint64_t)s->index * s->n_outputs * linear->n_in;
+    place->whole = false;
+    if (s->order == X3_STACK_OUT_IN || (s->order == X3_STACK_EITHER && t->shape[1] == s->n_outputs)) {
+        place->first = matrix + (uint64_t)s->first * linear->n_in;
+        place->out_stride = (uint64_t)s->step * linear->n_in;
+    } else {
+        place->first = matrix + s->first;
+        place->out_stride = s->step;
+        place->in_stride = s->n_outputs;
+    }
+    return true;
 }
 
 const x3_tensor *x3_checkpoint_bias(const x3_checkpoint *c, const x3_linear_desc *linear)
@@ -41,7 +71,7 @@ static void set_role(x3_checkpoint *c, const x3_tensor *t, x3_tensor_role role, 
     if (t == NULL)
         return;
     c->roles[t - c->st->tensors] = role;
-    c->drop_reasons[t - c->st->tensors] = reason;
+    c->reasons[t - c->st->tensors] = reason;
 }
 
 static const char *file_of(const x3_checkpoint *c, const x3_tensor *t)
@@ -73,7 +103,7 @@ static void expect(x3_checkpoint *c, const char *name, const x3_tensor *t, size_
 }
 
 /* FP8 weights need their scales: one for all, one a row, or one a block. */
-static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings *f)
+static void account_scale(x3_checkpoint *c, const x3_tensor *weight, bool quantized, x3_findings *f)
 {
     const x3_tensor *scale, *input;
     char shape[128];
@@ -92,9 +122,47 @@ static void account_scale(x3_checkpoint *c, const x3_tensor *weight, x3_findings
     if (!is_float || !(scale->n_elements == 1 || scale->n_elements == weight->shape[0] || blocks))
         x3_findings_add(f, "%s: %s is %s %s, which does not fit its weight", file_of(c, scale), scale->name,
                         x3_dtype_name(scale->dtype), x3_tensor_shape_text(scale, shape));
-    set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
     input = find(c, weight->name, "_input_scale");
-    set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    if (quantized) {
+        set_role(c, scale, X3_ROLE_DROPPED, "scale of an FP8 weight, applied");
+        set_role(c, input, X3_ROLE_DROPPED, "activation scale of an FP8 weight");
+    } else { /* the weight stays FP8, so it needs its scale */
+        set_role(c, scale, X3_ROLE_KEPT, NULL);
+        set_role(c, input, X3_ROLE_KEPT, NULL);
+    }
+}
+
+static bool is_stack_shape(const x3_tensor *t, const x3_stack_desc *s, size_t n_in, bool out_in)
+{
+    return t->rank == 3 && t->shape[0] == s->n_stack && t->shape[1] == (out_in ? s->n_outputs : n_in) &&
+           t->shape[2] == (out_in ? n_in : s->n_outputs);
+}
+
+/* The tensor of all experts that linear d is a part of. It is looked at once, for the first part of its first matrix;
+ * the others only refuse a weight of their own beside it. */
+static void account_stack(x3_checkpoint *c, const x3_linear_desc *d, const x3_tensor *t, x3_findings *f)
+{
+    const x3_stack_desc *s = d->stack;
+    const x3_tensor *own = find(c, d->name, ".weight");
+    const bool either = s->order == X3_STACK_EITHER;
+    char shape[128];
+
+    if (own != NULL)
+        x3_findings_add(f, "%s: %s is there, and so is %s, which has it too", file_of(c, own), own->name, t->name);
+    if (s->index != 0 || s->first != 0)
+        return;
+    set_role(c, t, X3_ROLE_WEIGHT, NULL);
+    if (t->dtype != X3_BF16 && t->dtype != X3_F16 && t->dtype != X3_F32)
+        x3_findings_add(f, "%s: %s has type %s, a tensor of all experts must be BF16, F16 or F32", file_of(c, t), t->name,
+                        x3_dtype_name(t->dtype));
+    if (!((either || s->order == X3_STACK_OUT_IN) && is_stack_shape(t, s, d->n_in, true)) &&
+        !((either || s->order == X3_STACK_IN_OUT) && is_stack_shape(t, s, d->n_in, false)))
+        x3_findings_add(f, "%s: %s has shape %s, the config says %zu experts of %zu outputs and %zu inputs", file_of(c, t),
+                        t->name, x3_tensor_shape_text(t, shape), s->n_stack, s->n_outputs, d->n_in);
+    else if (either && s->n_outputs == d->n_in)
+        x3_findings_add(f, "%s: %s has shape %s: a square matrix does not tell which side is the outputs, and neither does "
+                           "model_type \"%s\"; store one tensor per expert",
+                        file_of(c, t), t->name, x3_tensor_shape_text(t, shape), c->model->model_type);
 }
 
 static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_findings *f, x3_err *err)
@@ -119,11 +187,13 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
                 x3_findings_add(f, "%s: has a group and a plain weight too", d->name);
         }
     }
-    if (!found) {
+    if (!found && stack_of(c, d) != NULL) {
+        account_stack(c, d, stack_of(c, d), f);
+    } else if (!found) {
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
         expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
-        account_scale(c, weight, f);
+        account_scale(c, weight, d->quantized, f);
         if (!tied)
             set_role(c, weight, d->quantized ? X3_ROLE_WEIGHT : X3_ROLE_KEPT, NULL);
     }
@@ -141,12 +211,41 @@ out:
     return rc;
 }
 
+/* Dimensions of 1 do not count: A_log is [heads] or [1, 1, heads, 1], a convolution [channels, 1, kernel]. */
+static bool is_vector(const x3_tensor *t, const x3_vector_desc *v)
+{
+    const size_t want[] = {v->width == 0 ? v->n : v->n / v->width, v->width == 0 ? 1 : v->width};
+    size_t at = 0;
+
+    for (int i = 0; i < t->rank; i++) {
+        if (t->shape[i] == 1)
+            continue;
+        while (at < 2 && want[at] == 1)
+            at++;
+        if (at == 2 || t->shape[i] != want[at++])
+            return false;
+    }
+    return t->n_elements == v->n;
+}
+
 static void account_vector(x3_checkpoint *c, const x3_vector_desc *v, x3_findings *f)
 {
     const x3_tensor *t = x3_safetensors_find(c->st, v->name);
+    char shape[128];
 
-    expect(c, v->name, t, v->n, 0, f);
     set_role(c, t, X3_ROLE_KEPT, NULL);
+    if (t == NULL || t->dtype == X3_F8_E4M3 || (v->width == 0 && t->rank == 1)) {
+        expect(c, v->name, t, v->n, 0, f);
+        if (t != NULL && t->dtype == X3_F8_E4M3)
+            x3_findings_add(f, "%s: %s: type F8_E4M3 is not supported here", file_of(c, t), t->name);
+        return;
+    }
+    if (!is_vector(t, v))
+        x3_findings_add(f, "%s: %s has shape %s, the config says [%zu, %zu] (dimensions of 1 aside)", file_of(c, t), t->name,
+                        x3_tensor_shape_text(t, shape), v->width == 0 ? v->n : v->n / v->width,
+                        v->width == 0 ? (size_t)1 : v->width);
+    if (t->dtype != X3_BF16 && t->dtype != X3_F16 && t->dtype != X3_F32)
+        x3_findings_add(f, "%s: %s has type %s, expected BF16, F16 or F32", file_of(c, t), t->name, x3_dtype_name(t->dtype));
 }
 
 /* Tensors that old conversions left behind and every loader recomputes. */
@@ -181,6 +280,8 @@ static x3_status account(x3_checkpoint *c, x3_findings *f, x3_err *err)
         const x3_tensor *t = &c->st->tensors[i];
         if (c->roles[i] == X3_ROLE_NONE && drop_reason(t->name) != NULL)
             set_role(c, t, X3_ROLE_DROPPED, drop_reason(t->name));
+        if (c->roles[i] == X3_ROLE_NONE && x3_model_carries(m, t->name) != NULL)
+            set_role(c, t, X3_ROLE_KEPT, x3_model_carries(m, t->name));
         if (c->roles[i] == X3_ROLE_NONE)
             x3_findings_add(f, "%s: tensor %s is not part of a %s model with %zu layers", file_of(c, t), t->name,
                             m->model_type, m->n_layers);
@@ -224,7 +325,7 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_safetensors_open(&c->st, dir, findings, err));
     X3_TRY(rc, out, x3_alloc(&c->roles, c->st->n_tensors, sizeof *c->roles, err));
     X3_TRY(rc, out, x3_alloc(&c->hashes, c->st->n_tensors, sizeof *c->hashes, err));
-    X3_TRY(rc, out, x3_alloc(&c->drop_reasons, c->st->n_tensors, sizeof *c->drop_reasons, err));
+    X3_TRY(rc, out, x3_alloc(&c->reasons, c->st->n_tensors, sizeof *c->reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
     *out = c;
@@ -242,7 +343,7 @@ void x3_checkpoint_close(x3_checkpoint *c)
     x3_model_free(c->model);
     x3_hf_config_free(c->config);
     free(c->roles);
-    free(c->drop_reasons);
+    free(c->reasons);
     free(c->hashes);
     free(c->dir);
     free(c);

@@ -22,7 +22,8 @@ typedef struct x3_checkpoint {
     x3_safetensors *st;
     bool is_pack;
     x3_tensor_role *roles;     /* [st->n_tensors] */
-    const char **drop_reasons; /* [st->n_tensors], for X3_ROLE_DROPPED */
+    const char **reasons;      /* [st->n_tensors], for X3_ROLE_DROPPED; for X3_ROLE_KEPT what a tensor that the text model
+                                  does not use is part of, else NULL */
     struct x3_tensor_hash {
         uint64_t hash;
         bool known;
@@ -36,8 +37,19 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
                              x3_findings *findings, x3_err *err) X3_MUST;
 void x3_checkpoint_close(x3_checkpoint *c);
 
-/* The weight tensor of a linear: <name>.weight, or the embedding for a tied head. NULL when there is none (a pack). */
+/* The tensor that holds the weight of a linear: <name>.weight, the embedding for a tied head, or the tensor of all experts
+ * that it is a part of. NULL when there is none (a pack). */
 const x3_tensor *x3_checkpoint_weight(const x3_checkpoint *c, const x3_linear_desc *linear);
+
+/* Where in that tensor: element (output o, input i) is number first + o * out_stride + i * in_stride. */
+typedef struct x3_weight_place {
+    const x3_tensor *tensor;
+    bool whole; /* nothing else is in the tensor: first 0, out_stride n_in, in_stride 1 */
+    uint64_t first, out_stride, in_stride;
+} x3_weight_place;
+
+/* False when there is no such tensor. */
+bool x3_checkpoint_place(const x3_checkpoint *c, const x3_linear_desc *linear, x3_weight_place *place);
 /* <name>.bias or NULL. */
 const x3_tensor *x3_checkpoint_bias(const x3_checkpoint *c, const x3_linear_desc *linear);
 /* Scale tensor of an FP8 weight: <weight>_scale_inv or <weight>_scale; NULL when there is none. */

@@ -12,6 +12,7 @@
 
 #include "formats/base.h"
 #include "kernels/codebook.h"
+#include "kernels/route.h"
 #include "kernels/score.h"
 
 typedef struct x3_device x3_device;
@@ -32,26 +33,38 @@ typedef struct x3_weight {
 } x3_weight;
 
 /* One sequence of a batch: rows [first_row, first_row + n_rows) are its positions position, position + 1, ...;
- * pages[i] is the cache page of its positions [64 * i, 64 * i + 64). */
+ * pages[i] is the cache page of its positions [64 * i, 64 * i + 64), slot its recurrent state in layers that have one. */
 typedef struct x3_sequence {
     size_t first_row, n_rows, position;
     const int32_t *pages;
+    size_t slot;
 } x3_sequence;
 
 typedef struct x3_batch {
     size_t n_rows, n_sequences;
     const x3_sequence *sequences; /* host */
     const int32_t *d_positions;   /* device, [n_rows] */
+    /* device, [n_rows][x3_model_selected()]: what the last layer with an indexer selected, for the layers that share it;
+     * it must be there again when those run on the same rows. NULL where the model hands on nothing. */
+    int32_t *d_selected;
 } x3_batch;
 
 #define X3_KV_PAGE 64 /* positions a page */
 
-/* Keys and values of one layer. A page holds, for each KV head, its keys as 4 panels [k_dim][16 positions] and its
- * values as [64][v_dim]. */
+/* The cache of one layer: what its kind needs of the following, the rest zero.
+ * Keys and values: a page holds, for each KV head, its keys as 4 panels [k_dim][16 positions] and its values as
+ * [64][v_dim]. A latent cache has no values: they are the first v_dim dimensions of the keys.
+ * Index keys: of a sparse indexer, one head.
+ * States: a recurrent state a slot, of the sequence that owns the slot. */
 typedef struct x3_kv_layer {
     size_t n_kv_heads, k_dim, v_dim;
-    float *d_keys;   /* [page][n_kv_heads][4][k_dim][16] */
-    float *d_values; /* [page][n_kv_heads][64][v_dim] */
+    float *d_keys;       /* [page][n_kv_heads][4][k_dim][16] */
+    float *d_values;     /* [page][n_kv_heads][64][v_dim], NULL in a latent cache */
+    size_t index_dim;
+    float *d_index_keys; /* [page][4][index_dim][16] */
+    size_t n_slots, state_floats;
+    float *d_states;     /* [n_slots][state_floats] */
+    size_t *slot_positions; /* host, [n_slots]: positions that a state has seen */
 } x3_kv_layer;
 
 typedef struct x3_attention_args {
@@ -62,7 +75,58 @@ typedef struct x3_attention_args {
     float scale;
     size_t window;       /* 0: all earlier positions; else position p sees p - window + 1 .. p */
     const float *d_sinks; /* [n_heads]: one more logit in the softmax, without a value; or NULL */
+    /* [n_rows][n_selected] or NULL. A row at position p > n_selected - 1 sees the positions listed, ascending, and no
+     * others; an earlier row sees all of its own. One KV head only, no window, no sinks. */
+    const int32_t *d_selected;
+    size_t n_selected;
 } x3_attention_args;
+
+/* Selection of the positions that a row sees: the n_selected largest of
+ *   score(t) = sum over heads h of weights[row][h] * max(0, q[row][h] . key[t]),  t <= position,
+ * of equal ones the earlier. */
+typedef struct x3_select_args {
+    const float *d_q;       /* [n_rows][n_heads * kv->index_dim] */
+    const float *d_weights; /* [n_rows][n_heads] */
+    size_t n_heads, n_selected;
+    const x3_kv_layer *kv;  /* its index keys, those of the batch's rows already there */
+    int32_t *d_selected; /* [n_rows][n_selected], ascending; undefined for rows at positions below n_selected */
+} x3_select_args;
+
+/* One dense linear a head: y[r][h] = x[r][h] W_h^T, or x[r][h] W_h, where W_h is rows [first + h * stride, + n) of w. */
+typedef struct x3_heads_args {
+    const x3_weight *w; /* dense */
+    size_t n_heads, first, stride, n;
+    bool transposed;    /* x W_h: x has n columns a head, y has w->n_in; else the other way round */
+    const float *d_x;   /* head h of row r at r * ldx + h * x_stride */
+    size_t ldx, x_stride, n_rows;
+    float *d_y;
+    size_t ldy, y_stride;
+} x3_heads_args;
+
+/* Causal depthwise convolution and SiLU: out[r][c] = silu(sum over j of weight[c][j] * x[r - kernel + 1 + j][c]). Rows
+ * before the batch come from the sequence's state, which is brought up to date; before position 0 they are zero. */
+typedef struct x3_conv_args {
+    const float *d_x; /* [n_rows][n] */
+    float *d_out;     /* [n_rows][n], not d_x */
+    size_t n, kernel;
+    const float *d_weight; /* [n][kernel] */
+    float *d_state;        /* slot s at s * state_stride: [kernel - 1][n], the oldest row first */
+    size_t state_stride;
+} x3_conv_args;
+
+/* Gated delta rule (Yang et al., 2024, eq. 10), position after position, for each value head with state S [k_dim][v_dim]:
+ *   q, k = q / |q| / sqrt(k_dim), k / |k| (squares summed, plus 1e-6)
+ *   S = exp(-exp(a_log) * softplus(a + dt_bias)) S;  S += k (sigmoid(b) (v - S^T k))^T;  out = S^T q
+ * States as in x3_conv_args. */
+typedef struct x3_delta_args {
+    size_t n_k_heads, n_v_heads, k_dim, v_dim;
+    const float *d_qkv; /* [n_rows][q n_k_heads * k_dim, k likewise, v n_v_heads * v_dim] */
+    const float *d_b, *d_a; /* [n_rows][n_v_heads] */
+    const float *d_a_log, *d_dt_bias; /* [n_v_heads] */
+    float *d_out;       /* [n_rows][n_v_heads * v_dim] */
+    float *d_state;     /* slot s at s * state_stride: [n_v_heads][k_dim][v_dim] */
+    size_t state_stride;
+} x3_delta_args;
 
 typedef struct x3_rope_args {
     float *d_x; /* [n_rows][ld], heads at first, first + head_stride, ... */
@@ -71,6 +135,20 @@ typedef struct x3_rope_args {
     bool interleaved;
     const float *d_cos_sin; /* [position][2][n_rotated / 2] */
 } x3_rope_args;
+
+/* A linear of every expert at once. Rows of the input go to experts in slots: those of expert e are
+ * [first[e], first[e + 1]). */
+typedef struct x3_expert_args {
+    const x3_weight *weights; /* host; expert e's is weights[e * stride]. They have one shape, any kind and K */
+    size_t n_experts, stride;
+    const int32_t *d_first; /* device, [n_experts + 1] */
+    const int32_t *d_rows;  /* device, [slots]: the row of x of every slot; NULL: slot s reads row s */
+    size_t n_slots;         /* at most d_first[n_experts] */
+    const float *d_x;
+    size_t ldx;
+    float *d_y; /* row s is slot s */
+    size_t ldy;
+} x3_expert_args;
 
 /* One matrix of several that are encoded against the same L. */
 typedef struct x3_ldlq_job {
@@ -115,6 +193,10 @@ typedef struct x3_device_ops {
     /* n_rows pieces of n_cols floats. */
     x3_status (*copy_2d)(x3_device *dev, float *d_to, size_t ld_to, const float *d_from, size_t ld_from, size_t n_rows,
                          size_t n_cols, x3_err *err);
+    /* n_heads pieces of n_cols floats in each of n_rows rows. */
+    x3_status (*copy_heads)(x3_device *dev, float *d_to, size_t ld_to, size_t stride_to, const float *d_from,
+                            size_t ld_from, size_t stride_from, size_t n_rows, size_t n_heads, size_t n_cols,
+                            x3_err *err);
     x3_status (*zero)(x3_device *dev, void *d_to, size_t n_bytes, x3_err *err);
     x3_status (*sync)(x3_device *dev, x3_err *err);
 
@@ -126,13 +208,41 @@ typedef struct x3_device_ops {
     x3_status (*rms_norm)(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
                           float eps, float *d_out, size_t ldo, x3_err *err);
     x3_status (*rope)(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err);
-    /* Writes keys [n_rows][n_kv_heads * k_dim] and values of the batch's rows into the cache. */
+    /* Writes keys [n_rows][n_kv_heads * k_dim] and values of the batch's rows into the cache. A cache without d_values
+     * takes no values. */
     x3_status (*kv_append)(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk,
                            const float *d_v, size_t ldv, x3_err *err);
     /* Causal attention over the cache, rows of the batch already appended. */
     x3_status (*attention)(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err);
     /* out[i] = silu(gate[i]) * up[i] */
     x3_status (*silu_mul)(x3_device *dev, const float *d_gate, const float *d_up, size_t n, float *d_out, x3_err *err);
+    /* Rows of n floats: (x - mean) / sqrt(variance + eps) * weight + bias, in place. */
+    x3_status (*layer_norm)(x3_device *dev, float *d_x, size_t n_rows, size_t n, const float *d_weight,
+                            const float *d_bias, float eps, x3_err *err);
+    /* x[i] *= 1 / (1 + exp(-gate[i])) */
+    x3_status (*sigmoid_mul)(x3_device *dev, float *d_x, const float *d_gate, size_t n, x3_err *err);
+    x3_status (*linear_heads)(x3_device *dev, const x3_heads_args *args, x3_err *err);
+    x3_status (*select)(x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err);
+    x3_status (*conv_silu)(x3_device *dev, const x3_conv_args *args, const x3_batch *batch, x3_err *err);
+    x3_status (*delta_rule)(x3_device *dev, const x3_delta_args *args, const x3_batch *batch, x3_err *err);
+    /* x[r][i] *= 1 / (1 + exp(-gate[r])), x [n_rows][n] without gaps */
+    x3_status (*sigmoid_scale)(x3_device *dev, float *d_x, const float *d_gate, size_t n_rows, size_t n, x3_err *err);
+
+    /* ---- mixture of experts; a row's results do not depend on the other rows ---- */
+    /* logits [n_rows][n_experts], correction [n_experts] or NULL, ids and weights [n_rows][n_chosen]: route.h. */
+    x3_status (*route)(x3_device *dev, const x3_route_rule *rule, const float *d_logits, const float *d_correction,
+                       size_t n_rows, int32_t *d_ids, float *d_weights, x3_err *err);
+    /* Slots by expert, and inside an expert by row: first [n_experts + 1], rows [n_rows * n_chosen] the row of a slot,
+     * slots [n_rows][n_chosen] the slot of a choice. */
+    x3_status (*group_rows)(x3_device *dev, const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts,
+                            int32_t *d_first, int32_t *d_rows, int32_t *d_slots, x3_err *err);
+    /* out[i] = x[rows[i]], n floats each, without gaps. */
+    x3_status (*gather_rows)(x3_device *dev, const float *d_x, const int32_t *d_rows, size_t n_rows, size_t n, float *d_out,
+                             x3_err *err);
+    x3_status (*expert_linear)(x3_device *dev, const x3_expert_args *args, x3_err *err);
+    /* out[r] = (add ? out[r] : 0) + weights[r][0] * y[slots[r][0]] + weights[r][1] * y[slots[r][1]] + ..., in this order. */
+    x3_status (*combine_rows)(x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows,
+                              size_t n_chosen, size_t n, bool add, float *d_out, x3_err *err);
     /* x[i] += y[i] */
     x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
 

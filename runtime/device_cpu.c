@@ -73,7 +73,7 @@ static x3_status cpu_sync(x3_device *dev, x3_err *err)
     return X3_OK;
 }
 
-static x3_status grow_scratch(struct scratch *s, size_t n_bytes, x3_err *err)
+x3_status x3_cpu_grow(struct scratch *s, size_t n_bytes, x3_err *err)
 {
     if (s->n_bytes >= n_bytes)
         return X3_OK;
@@ -90,7 +90,7 @@ x3_status x3_cpu_reserve(x3_device_cpu *cpu, size_t n_bytes, x3_err *err)
     x3_status rc = X3_OK;
 
     for (int i = 0; i < x3_pool_threads(cpu->pool) && rc == X3_OK; i++)
-        rc = grow_scratch(&cpu->thread_scratch[i], n_bytes, err);
+        rc = x3_cpu_grow(&cpu->thread_scratch[i], n_bytes, err);
     return rc;
 }
 
@@ -114,116 +114,6 @@ x3_status x3_cpu_trellis(x3_device_cpu *cpu, x3_codebook codebook, int K, const 
 
     *out = *t;
     return rc;
-}
-
-/* ---- linear ---- */
-
-struct linear_work {
-    x3_device_cpu *cpu;
-    const x3_weight *w;
-    const float *x, *values;
-    float *y, *inner, *suh, *svh;
-    size_t ldx, ldy, n_rows, n_chunks;
-};
-
-static void dense_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    const x3_weight *w = t->w;
-    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
-    x3_dense_item d = {
-        .weight = w->data,
-        .type = w->kind == X3_WEIGHT_BF16 ? X3_DENSE_BF16 : w->kind == X3_WEIGHT_F16 ? X3_DENSE_F16 : X3_DENSE_F32,
-        .n_out = w->n_out,
-        .n_in = w->n_in,
-        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
-        .bias = w->bias,
-        .reverse = t->cpu->base.reverse_sums,
-        .x = t->x + first * t->ldx,
-        .ldx = t->ldx,
-        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
-        .y = t->y + first * t->ldy,
-        .ldy = t->ldy,
-    };
-
-    x3_dense_linear_cpu(t->cpu->k, &d, t->cpu->thread_scratch[thread].p);
-}
-
-static void exl3_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    const x3_weight *w = t->w;
-    size_t first = item % t->n_chunks * X3_LINEAR_ROWS;
-    x3_exl3_item e = {
-        .words = w->data,
-        .values = t->values,
-        .K = w->K,
-        .n_in_padded = w->n_in_padded,
-        .n_out_padded = w->n_out_padded,
-        .n_out = w->n_out,
-        .first_out = item / t->n_chunks * X3_LINEAR_COLS,
-        .svh = t->svh,
-        .bias = w->bias,
-        .reverse = t->cpu->base.reverse_sums,
-        .x = t->inner + first * w->n_in_padded,
-        .n_rows = x3_min_size(X3_LINEAR_ROWS, t->n_rows - first),
-        .y = t->y + first * t->ldy,
-        .ldy = t->ldy,
-    };
-
-    x3_exl3_linear_cpu(t->cpu->k, &e, t->cpu->thread_scratch[thread].p);
-}
-
-#define INPUT_ROWS 16
-
-static void input_item(void *arg, size_t item, int thread)
-{
-    const struct linear_work *t = arg;
-    size_t first = item * INPUT_ROWS;
-
-    (void)thread;
-    x3_exl3_input_cpu(t->cpu->k, t->x + first * t->ldx, t->ldx, x3_min_size(INPUT_ROWS, t->n_rows - first), t->w->n_in,
-                      t->w->n_in_padded, t->suh, t->inner + first * t->w->n_in_padded);
-}
-
-static x3_status exl3_linear(struct linear_work *t, x3_err *err)
-{
-    const x3_weight *w = t->w;
-    x3_device_cpu *cpu = t->cpu;
-    x3_status rc = grow_scratch(&cpu->shared, (t->n_rows * w->n_in_padded + w->n_in_padded + w->n_out_padded) * 4, err);
-
-    if (rc == X3_OK)
-        rc = x3_cpu_values(cpu, w->codebook, &t->values, err);
-    if (rc != X3_OK)
-        return rc;
-    t->inner = cpu->shared.p;
-    t->suh = t->inner + t->n_rows * w->n_in_padded;
-    t->svh = t->suh + w->n_in_padded;
-    for (size_t i = 0; i < w->n_in_padded; i++)
-        t->suh[i] = x3_f16_to_f32(w->suh[i]);
-    for (size_t i = 0; i < w->n_out_padded; i++)
-        t->svh[i] = x3_f16_to_f32(w->svh[i]);
-    x3_pool_run(cpu->pool, (t->n_rows + INPUT_ROWS - 1) / INPUT_ROWS, input_item, t);
-    x3_pool_run(cpu->pool, w->n_out_padded / X3_LINEAR_COLS * t->n_chunks, exl3_item, t);
-    return X3_OK;
-}
-
-static x3_status cpu_linear(x3_device *dev, const x3_weight *w, const float *x, size_t ldx, size_t n_rows, float *y,
-                            size_t ldy, x3_err *err)
-{
-    struct linear_work t = {.cpu = x3_cpu(dev), .w = w, .x = x, .ldx = ldx, .n_rows = n_rows, .y = y, .ldy = ldy};
-    x3_status rc;
-
-    if (n_rows == 0)
-        return X3_OK;
-    t.n_chunks = (n_rows + X3_LINEAR_ROWS - 1) / X3_LINEAR_ROWS;
-    rc = x3_cpu_reserve(t.cpu, X3_LINEAR_SCRATCH * sizeof(float), err);
-    if (rc != X3_OK)
-        return rc;
-    if (w->kind == X3_WEIGHT_EXL3)
-        return exl3_linear(&t, err);
-    x3_pool_run(t.cpu->pool, (w->n_out + X3_LINEAR_COLS - 1) / X3_LINEAR_COLS * t.n_chunks, dense_item, &t);
-    return X3_OK;
 }
 
 /* ---- norm, rope, activation ---- */
@@ -368,6 +258,8 @@ static x3_status cpu_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
                                in_page / X3_PANEL * X3_PANEL * kv->k_dim + in_page % X3_PANEL;
                 for (size_t d = 0; d < kv->k_dim; d++)
                     panel[d * X3_PANEL] = key[d];
+                if (kv->d_values == NULL)
+                    continue;
                 memcpy(kv->d_values + ((page + h) * X3_KV_PAGE + in_page) * kv->v_dim,
                        v + (s->first_row + r) * ldv + h * kv->v_dim, kv->v_dim * sizeof *v);
             }
@@ -380,8 +272,9 @@ struct attention_work {
     x3_device_cpu *cpu;
     const x3_attention_args *a;
     const x3_batch *batch;
-    size_t n_repeat, positions; /* query heads a KV head, positions an item */
-    size_t *first_item;         /* [n_sequences + 1], items of a sequence: position blocks x KV heads */
+    size_t n_repeat, group; /* query heads a KV head, and of them an item */
+    size_t n_groups, positions; /* groups of heads, positions an item */
+    size_t *first_item;     /* [n_sequences + 1], items of a sequence: position blocks x groups of heads */
 };
 
 static void attention_item(void *arg, size_t item, int thread)
@@ -394,21 +287,23 @@ static void attention_item(void *arg, size_t item, int thread)
     while (item >= t->first_item[i + 1])
         i++;
     const x3_sequence *s = &t->batch->sequences[i];
-    size_t local = item - t->first_item[i], head = local % kv->n_kv_heads;
+    size_t local = item - t->first_item[i], part = local % t->n_groups, head = part / (t->n_groups / kv->n_kv_heads);
+    size_t q_head = head * t->n_repeat + part % (t->n_groups / kv->n_kv_heads) * t->group;
+    size_t n_heads = x3_min_size(t->group, (head + 1) * t->n_repeat - q_head);
     /* the last blocks see the most positions: they go first, so that no thread ends with them */
     size_t n_blocks = (s->n_rows + t->positions - 1) / t->positions;
-    size_t first = (n_blocks - 1 - local / kv->n_kv_heads) * t->positions;
-    size_t row = s->first_row + first, q_head = head * t->n_repeat;
+    size_t first = (n_blocks - 1 - local / t->n_groups) * t->positions;
+    size_t row = s->first_row + first;
     x3_attention_item q = {
-        .n_rows = x3_min_size(t->positions, s->n_rows - first) * t->n_repeat,
-        .n_repeat = t->n_repeat,
+        .n_rows = x3_min_size(t->positions, s->n_rows - first) * n_heads,
+        .n_repeat = n_heads,
         .first_position = s->position + first,
         .ldq = a->n_heads * kv->k_dim,
         .ldo = a->n_heads * kv->v_dim,
         .k_dim = kv->k_dim,
         .v_dim = kv->v_dim,
         .keys = kv->d_keys + head * X3_KV_PAGE * kv->k_dim,
-        .values = kv->d_values + head * X3_KV_PAGE * kv->v_dim,
+        .values = kv->d_values == NULL ? NULL : kv->d_values + head * X3_KV_PAGE * kv->v_dim,
         .keys_page = kv->n_kv_heads * X3_KV_PAGE * kv->k_dim,
         .values_page = kv->n_kv_heads * X3_KV_PAGE * kv->v_dim,
         .pages = s->pages,
@@ -421,22 +316,22 @@ static void attention_item(void *arg, size_t item, int thread)
     x3_attention_cpu(t->cpu->k, &q, t->cpu->thread_scratch[thread].p);
 }
 
-static x3_status cpu_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
+x3_status x3_cpu_dense_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
 {
     struct attention_work t = {.cpu = x3_cpu(dev), .a = args, .batch = batch};
     size_t longest = 0;
     x3_status rc;
 
     t.n_repeat = args->n_heads / args->kv->n_kv_heads;
-    if (t.n_repeat > X3_ATTENTION_ROWS)
-        return x3_fail(err, X3_ERR_UNSUPPORTED, "%zu query heads share a KV head, at most %d are supported", t.n_repeat,
-                       X3_ATTENTION_ROWS);
-    t.positions = X3_ATTENTION_ROWS / t.n_repeat;
+    /* more heads than an item takes: the fewest groups of about equal size */
+    const size_t split = (t.n_repeat + X3_ATTENTION_ROWS - 1) / X3_ATTENTION_ROWS;
+    t.group = (t.n_repeat + split - 1) / split;
+    t.n_groups = (t.n_repeat + t.group - 1) / t.group * args->kv->n_kv_heads;
+    t.positions = X3_ATTENTION_ROWS / t.group;
     X3_TRY(rc, out, x3_alloc(&t.first_item, batch->n_sequences + 1, sizeof *t.first_item, err));
     for (size_t i = 0; i < batch->n_sequences; i++) {
         const x3_sequence *s = &batch->sequences[i];
-        t.first_item[i + 1] =
-            t.first_item[i] + (s->n_rows + t.positions - 1) / t.positions * args->kv->n_kv_heads;
+        t.first_item[i + 1] = t.first_item[i] + (s->n_rows + t.positions - 1) / t.positions * t.n_groups;
         longest = x3_max_size(longest, s->position + s->n_rows);
     }
     X3_TRY(rc, out,
@@ -508,14 +403,27 @@ static const x3_device_ops cpu_ops = {
     .download = cpu_copy,
     .copy = cpu_copy,
     .copy_2d = cpu_copy_2d,
+    .copy_heads = x3_cpu_copy_heads,
     .zero = cpu_zero,
     .sync = cpu_sync,
-    .linear = cpu_linear,
+    .linear = x3_cpu_linear,
     .rms_norm = cpu_rms_norm,
     .rope = cpu_rope,
     .kv_append = cpu_kv_append,
-    .attention = cpu_attention,
+    .attention = x3_cpu_attention,
     .silu_mul = cpu_silu_mul,
+    .layer_norm = x3_cpu_layer_norm,
+    .sigmoid_mul = x3_cpu_sigmoid_mul,
+    .linear_heads = x3_cpu_linear_heads,
+    .select = x3_cpu_select,
+    .conv_silu = x3_cpu_conv_silu,
+    .delta_rule = x3_cpu_delta_rule,
+    .sigmoid_scale = x3_cpu_sigmoid_scale,
+    .route = x3_cpu_route,
+    .group_rows = x3_cpu_group_rows,
+    .gather_rows = x3_cpu_gather_rows,
+    .expert_linear = x3_cpu_expert_linear,
+    .combine_rows = x3_cpu_combine_rows,
     .add = cpu_add,
     .score = cpu_score,
     .gram = x3_cpu_gram,

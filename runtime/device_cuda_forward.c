@@ -289,8 +289,11 @@ x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
 {
     const x3_cuda_kv cache = kv_of(kv);
     x3_cuda_batch b;
-    x3_status rc = describe(x3_cuda(dev), batch, &b, err);
+    x3_status rc;
 
+    if (kv->d_values == NULL)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s: latent caches are not implemented", dev->name);
+    rc = describe(x3_cuda(dev), batch, &b, err);
     return rc == X3_OK ? x3_cuda_kv_append(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err) : rc;
 }
 
@@ -299,8 +302,12 @@ x3_status x3_cuda_op_attention(x3_device *dev, const x3_attention_args *args, co
     const x3_cuda_attention a = {.d_q = args->d_q, .d_out = args->d_out, .n_heads = args->n_heads, .kv = kv_of(args->kv),
                                  .scale = args->scale, .window = args->window, .d_sinks = args->d_sinks};
     x3_cuda_batch b;
-    x3_status rc = describe(x3_cuda(dev), batch, &b, err);
+    x3_status rc;
 
+    if (args->d_selected != NULL || args->kv->d_values == NULL)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s: attention over a latent cache or selected positions is not implemented",
+                       dev->name);
+    rc = describe(x3_cuda(dev), batch, &b, err);
     return rc == X3_OK ? x3_cuda_attend(&a, &b, x3_cuda(dev)->stream, err) : rc;
 }
 

@@ -2,14 +2,25 @@
 
 #include <stdlib.h>
 
+static size_t mixer_scratch(const x3_layer_desc *l, size_t n_rows)
+{
+    switch (l->mixer) {
+    case X3_MIXER_GQA: return x3_gqa_scratch(&l->gqa, n_rows);
+    case X3_MIXER_DELTA_NET: return x3_delta_net_scratch(&l->delta, n_rows);
+    case X3_MIXER_MLA: return x3_mla_scratch(&l->mla, n_rows);
+    }
+    return 0;
+}
+
 static size_t scratch_floats(const x3_model *m, size_t n_rows)
 {
     size_t most = 0;
 
     for (size_t i = 0; i < m->n_layers; i++) {
         const x3_layer_desc *l = &m->layers[i];
-        most = x3_max_size(most, x3_gqa_scratch(&l->gqa, n_rows));
-        most = x3_max_size(most, x3_mlp_scratch(&l->mlp, n_rows));
+        most = x3_max_size(most, mixer_scratch(l, n_rows));
+        most = x3_max_size(most, l->ffn == X3_FFN_MOE ? x3_moe_scratch(&l->moe, m->hidden, n_rows)
+                                                      : x3_mlp_scratch(&l->mlp, n_rows));
     }
     return most + 2 * n_rows * m->hidden; /* normed input and block output */
 }
@@ -23,6 +34,29 @@ size_t x3_forward_bytes(const x3_model *model, size_t max_rows, size_t max_posit
     return floats * sizeof(float);
 }
 
+/* Operations that a device may not have yet. */
+static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *err)
+{
+    const x3_device_ops *ops = dev->ops;
+    bool missing = false;
+
+    for (size_t i = 0; i < m->n_layers && !missing; i++) {
+        const x3_layer_desc *l = &m->layers[i];
+        missing = (l->mixer == X3_MIXER_DELTA_NET && (ops->conv_silu == NULL || ops->delta_rule == NULL ||
+                                                      ops->copy_heads == NULL)) ||
+                  (l->mixer == X3_MIXER_GQA && l->gqa.gated && (ops->sigmoid_mul == NULL || ops->copy_heads == NULL)) ||
+                  (l->mixer == X3_MIXER_MLA && ops->linear_heads == NULL) ||
+                  (l->mixer == X3_MIXER_MLA && l->mla.index.topk > 0 && (ops->select == NULL || ops->layer_norm == NULL)) ||
+                  (l->ffn == X3_FFN_MOE && (ops->route == NULL || ops->group_rows == NULL || ops->gather_rows == NULL ||
+                                            ops->expert_linear == NULL || ops->combine_rows == NULL)) ||
+                  (l->ffn == X3_FFN_MOE && l->moe.shared_gate >= 0 && ops->sigmoid_scale == NULL);
+        if (missing)
+            return x3_fail(err, X3_ERR_UNSUPPORTED, "device %s lacks an operation that %s of a %s model needs", dev->name,
+                           l->prefix, m->model_type);
+    }
+    return X3_OK;
+}
+
 x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *model, size_t max_rows,
                             size_t max_positions, x3_err *err)
 {
@@ -31,11 +65,13 @@ x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *mo
     x3_status rc;
 
     *out = NULL;
+    X3_TRY(rc, out, check_device(dev, model, err));
     X3_TRY(rc, out, x3_alloc(&f, 1, sizeof *f, err));
     f->dev = dev;
     f->model = model;
     f->max_rows = max_rows;
     f->max_positions = max_positions;
+    f->end_expert = SIZE_MAX;
     f->scratch_floats = scratch_floats(model, max_rows);
     X3_TRY(rc, out, x3_device_floats(dev, &f->d_scratch, f->scratch_floats, err));
     X3_TRY(rc, out, x3_alloc(&f->d_ropes, model->n_ropes, sizeof *f->d_ropes, err));
@@ -74,8 +110,10 @@ x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index,
     bool first = index == 0 || w->desc->linears[index - 1].input != d->input;
     x3_status rc = X3_OK;
 
-    if (f->capture != NULL && first)
-        rc = f->capture(f->capture_arg, w->desc, d->input, d_x, n_rows, d->n_in, err);
+    if (f->capture != NULL && first) {
+        const x3_captured c = {.layer = w->desc, .input = d->input, .d_x = d_x, .n_rows = n_rows, .n = d->n_in, .expert = -1};
+        rc = f->capture(f->capture_arg, &c, err);
+    }
     if (rc == X3_OK)
         rc = f->dev->ops->linear(f->dev, &w->linears[index], d_x, d->n_in, n_rows, d_y, d->n_out, err);
     return rc;
@@ -98,13 +136,22 @@ x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_ba
     case X3_MIXER_GQA:
         X3_TRY(rc, out, x3_gqa_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
         break;
+    case X3_MIXER_DELTA_NET:
+        X3_TRY(rc, out, x3_delta_net_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
+        break;
+    case X3_MIXER_MLA:
+        X3_TRY(rc, out, x3_mla_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
+        break;
     }
     X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));
     X3_TRY(rc, out, ops->rms_norm(f->dev, d_x, hidden, n, hidden, w->vectors[l->ffn_norm], f->model->norm_eps, d_in,
                                   hidden, err));
     switch (l->ffn) {
     case X3_FFN_MLP:
-        X3_TRY(rc, out, x3_mlp_forward(f, w, batch, d_in, d_out, d_rest, err));
+        X3_TRY(rc, out, x3_mlp_forward(f, w, &l->mlp, n, d_in, d_out, d_rest, err));
+        break;
+    case X3_FFN_MOE:
+        X3_TRY(rc, out, x3_moe_forward(f, w, batch, d_in, d_out, d_rest, err));
         break;
     }
     X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));

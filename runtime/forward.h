@@ -5,10 +5,19 @@
 
 #include "runtime/weights.h"
 
-/* Sees the input of every group of linears that share one (x3_linear_desc.input), before the first of them runs.
- * d_x [n_rows][n] belongs to the forward pass and must not be changed. */
-typedef x3_status (*x3_capture_fn)(void *arg, const x3_layer_desc *layer, int input, const float *d_x, size_t n_rows,
-                                   size_t n, x3_err *err);
+/* An input of linears, seen before the first linear that reads it (x3_linear_desc.input) runs. */
+typedef struct x3_captured {
+    const x3_layer_desc *layer;
+    int input;
+    const float *d_x; /* [n_rows][n], belongs to the forward pass and must not be changed */
+    size_t n_rows, n;
+    /* of an expert's inputs; else expert is -1 and the rows are all rows of the batch in order */
+    int expert;
+    const int32_t *d_rows; /* [n_rows]: the row of the batch */
+    const float *weights;  /* host [n_rows]: the routing weight, scaling factor included */
+} x3_captured;
+
+typedef x3_status (*x3_capture_fn)(void *arg, const x3_captured *input, x3_err *err);
 
 typedef struct x3_forward {
     x3_device *dev;
@@ -19,6 +28,8 @@ typedef struct x3_forward {
     size_t scratch_floats;
     x3_capture_fn capture; /* NULL: none */
     void *capture_arg;
+    size_t first_expert, end_expert; /* only these are computed; anything but all is for captures: the layer's output is
+                                      * then not complete */
 } x3_forward;
 
 x3_status x3_forward_create(x3_forward **out, x3_device *dev, const x3_model *model, size_t max_rows,
@@ -40,28 +51,50 @@ x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index,
 x3_status x3_gqa_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
                          const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
 size_t x3_gqa_scratch(const x3_gqa_desc *d, size_t n_rows);
-x3_status x3_mlp_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, const float *d_in, float *d_out,
-                         float *d_scratch, x3_err *err) X3_MUST;
+x3_status x3_mlp_forward(x3_forward *f, const x3_layer_weights *w, const x3_mlp_desc *d, size_t n_rows, const float *d_in,
+                         float *d_out, float *d_scratch, x3_err *err) X3_MUST;
 size_t x3_mlp_scratch(const x3_mlp_desc *d, size_t n_rows);
+x3_status x3_delta_net_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
+                               const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
+size_t x3_delta_net_scratch(const x3_delta_net_desc *d, size_t n_rows);
+x3_status x3_mla_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
+                         const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
+size_t x3_mla_scratch(const x3_mla_desc *d, size_t n_rows);
+x3_status x3_moe_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, const float *d_in, float *d_out,
+                         float *d_scratch, x3_err *err) X3_MUST;
+size_t x3_moe_scratch(const x3_moe_desc *d, size_t hidden, size_t n_rows);
+/* One expert up to the input of its down projection: d_out [n_rows][n_inner] = silu(gate(x)) * up(x). d_scratch likewise.
+ * The capture hook does not see it. */
+x3_status x3_expert_inner(x3_forward *f, const x3_layer_weights *w, size_t expert, const float *d_x, size_t n_rows,
+                          float *d_out, float *d_scratch, x3_err *err) X3_MUST;
 
 /* ---- caches and batches -------------------------------------------------------------------------------- */
 
-/* n_pages pages of one layer. */
-x3_status x3_kv_layer_create(x3_kv_layer *kv, x3_device *dev, const x3_layer_desc *layer, size_t n_pages,
+/* The cache that a layer's kind needs: n_pages pages for attention, n_slots recurrent states for a delta net. A state
+ * cannot be cut back: a sequence goes on where its state stands, or from position 0. Whoever wants to come back to a
+ * position copies the slot there. */
+x3_status x3_kv_layer_create(x3_kv_layer *kv, x3_device *dev, const x3_layer_desc *layer, size_t n_pages, size_t n_slots,
                              x3_err *err) X3_MUST;
 void x3_kv_layer_free(x3_kv_layer *kv, x3_device *dev);
+/* Floats that x3_kv_layer_create takes. */
+size_t x3_kv_layer_floats(const x3_layer_desc *layer, size_t n_pages, size_t n_slots);
+/* State of slot `to` := that of `from`. Nothing to do for layers without states. */
+x3_status x3_kv_slot_copy(x3_kv_layer *kv, x3_device *dev, size_t from, size_t to, x3_err *err) X3_MUST;
+/* True when some layer has a recurrent state, so that positions cannot be dropped from the end of a sequence. */
+bool x3_model_has_states(const x3_model *m);
 
-/* n_sequences of n_positions each, from position 0, on pages of their own; owns its arrays. */
+/* n_sequences of n_positions each, from position 0, on pages and slots of their own; owns its arrays. n_selected is
+ * x3_model_selected(): whoever runs several batches through a layer keeps d_selected of each. */
 typedef struct x3_full_batch {
     x3_batch batch;
     x3_device *dev;
     x3_sequence *sequences;
     int32_t *pages;
-    size_t n_pages; /* of all sequences */
+    size_t n_pages, n_slots; /* of all sequences */
 } x3_full_batch;
 
 x3_status x3_full_batch_create(x3_full_batch *b, x3_device *dev, size_t n_sequences, size_t n_positions,
-                               x3_err *err) X3_MUST;
+                               size_t n_selected, x3_err *err) X3_MUST;
 void x3_full_batch_free(x3_full_batch *b);
 /* Uses only the first n of its sequences from here on. */
 void x3_full_batch_limit(x3_full_batch *b, size_t n_sequences);

@@ -24,13 +24,16 @@ x3_status x3_generator_create(x3_generator **out, x3_device *dev, const x3_check
         g->pages[i] = (int32_t)i;
     for (size_t i = 0; i < m->n_layers; i++) {
         X3_TRY(rc, out, x3_layer_weights_load(&g->layers[i], dev, c, &m->layers[i], err));
-        X3_TRY(rc, out, x3_kv_layer_create(&g->kv[i], dev, &m->layers[i], n_pages, err));
+        X3_TRY(rc, out, x3_kv_layer_create(&g->kv[i], dev, &m->layers[i], n_pages, 1, err));
     }
     X3_TRY(rc, out, x3_forward_create(&g->f, dev, m, CHUNK, max_positions, err));
     X3_TRY(rc, out, x3_vector_load(&g->d_norm, dev, c, &m->final_norm, err));
     X3_TRY(rc, out, x3_linear_load(&g->head, dev, c, &m->head, err));
     X3_TRY(rc, out, x3_device_floats(dev, &g->d_x, CHUNK * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &g->d_logits, m->vocab, err));
+    if (x3_model_selected(m, max_positions) != 0)
+        X3_TRY(rc, out, x3_device_alloc(dev, &g->d_selected,
+                                        CHUNK * x3_model_selected(m, max_positions) * sizeof *g->d_selected, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &g->d_positions, CHUNK * sizeof *g->d_positions, err));
     *out = g;
     g = NULL;
@@ -58,6 +61,7 @@ void x3_generator_free(x3_generator *g)
     x3_device_free(g->dev, g->d_x);
     x3_device_free(g->dev, g->d_logits);
     x3_device_free(g->dev, g->d_positions);
+    x3_device_free(g->dev, g->d_selected);
     free(g);
 }
 
@@ -65,7 +69,8 @@ static x3_status feed_chunk(x3_generator *g, const int32_t *ids, size_t n, x3_er
 {
     const size_t hidden = g->c->model->hidden;
     x3_sequence sequence = {.n_rows = n, .position = g->n_positions, .pages = g->pages};
-    x3_batch batch = {.n_rows = n, .n_sequences = 1, .sequences = &sequence, .d_positions = g->d_positions};
+    x3_batch batch = {.n_rows = n, .n_sequences = 1, .sequences = &sequence, .d_positions = g->d_positions,
+                      .d_selected = g->d_selected};
     int32_t positions[CHUNK];
     float *x = NULL;
     x3_status rc;
@@ -105,6 +110,13 @@ x3_status x3_generator_feed(x3_generator *g, const int32_t *ids, size_t n, float
     rc = g->dev->ops->download(g->dev, logits, g->d_logits, m->vocab * sizeof *logits, err);
 out:
     return rc;
+}
+
+size_t x3_generator_truncate(x3_generator *g, size_t n)
+{
+    if (n < g->n_positions)
+        g->n_positions = x3_model_has_states(g->c->model) ? 0 : n;
+    return g->n_positions;
 }
 
 static bool is_stop_token(const x3_checkpoint *c, int32_t id)

@@ -13,7 +13,7 @@ typedef struct x3_generator {
     x3_kv_layer *kv;
     float *d_norm, *d_x, *d_logits;
     x3_weight head;
-    int32_t *pages, *d_positions;
+    int32_t *pages, *d_positions, *d_selected;
     size_t max_positions, n_positions; /* room; positions in the cache */
 } x3_generator;
 
@@ -23,6 +23,10 @@ void x3_generator_free(x3_generator *g);
 
 /* Runs n tokens after those already in the cache; logits [vocab] of the last one in host memory. */
 x3_status x3_generator_feed(x3_generator *g, const int32_t *ids, size_t n, float *logits, x3_err *err) X3_MUST;
+
+/* Forgets what comes after the first n positions; returns how many are left. A model with recurrent states cannot go
+ * back: it forgets everything then. */
+size_t x3_generator_truncate(x3_generator *g, size_t n);
 
 /* Called with every new token; false stops. */
 typedef bool (*x3_on_token)(void *arg, int32_t id);

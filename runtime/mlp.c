@@ -6,18 +6,16 @@ size_t x3_mlp_scratch(const x3_mlp_desc *d, size_t n_rows)
     return 2 * n_rows * d->n_inner;
 }
 
-x3_status x3_mlp_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, const float *d_in, float *d_out,
-                         float *d_scratch, x3_err *err)
+x3_status x3_mlp_forward(x3_forward *f, const x3_layer_weights *w, const x3_mlp_desc *d, size_t n_rows, const float *d_in,
+                         float *d_out, float *d_scratch, x3_err *err)
 {
-    const x3_mlp_desc *d = &w->desc->mlp;
-    const size_t n = batch->n_rows;
-    float *d_gate = d_scratch, *d_up = d_gate + n * d->n_inner;
+    float *d_gate = d_scratch, *d_up = d_gate + n_rows * d->n_inner;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->gate, d_in, n, d_gate, err));
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->up, d_in, n, d_up, err));
-    X3_TRY(rc, out, f->dev->ops->silu_mul(f->dev, d_gate, d_up, n * d->n_inner, d_gate, err));
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->down, d_gate, n, d_out, err));
+    X3_TRY(rc, out, x3_forward_linear(f, w, d->gate, d_in, n_rows, d_gate, err));
+    X3_TRY(rc, out, x3_forward_linear(f, w, d->up, d_in, n_rows, d_up, err));
+    X3_TRY(rc, out, f->dev->ops->silu_mul(f->dev, d_gate, d_up, n_rows * d->n_inner, d_gate, err));
+    X3_TRY(rc, out, x3_forward_linear(f, w, d->down, d_gate, n_rows, d_out, err));
 out:
     return rc;
 }

@@ -42,7 +42,9 @@ static x3_status reject_unknown_keys(const cJSON *object, const char *where, x3_
     static const char *const known[] = {
         "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
         "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
-        "short_factor", "long_factor", "partial_rotary_factor"};
+        "short_factor", "long_factor", "partial_rotary_factor",
+        /* positions of images by axis; a text token has the same position on every axis */
+        "mrope_section", "mrope_interleaved"};
 
     for (const cJSON *c = object->child; c != NULL; c = c->next) {
         size_t i = 0, n = sizeof known / sizeof known[0];
@@ -136,9 +138,9 @@ static x3_status read_base(x3_rope_desc *rope, const cJSON *object, const cJSON 
         X3_TRY(rc, out, x3_json_number(text, part_keys[i], false, &part, where, err));
     if (part == 0)
         part = partial;
-    rope->n_rotated = (size_t)((double)head_dim * part);
-    if (!(part > 0 && part <= 1) || rope->n_rotated < 2 || rope->n_rotated % 2 != 0 ||
-        rope->n_rotated / 2 > X3_ROPE_PAIRS_MAX)
+    rope->dim = part > 0 && part <= 1 ? (size_t)((double)head_dim * part) : 0;
+    rope->n_rotated = rope->dim + rope->dim % 2;
+    if (rope->n_rotated < 2 || rope->n_rotated > head_dim || rope->n_rotated / 2 > X3_ROPE_PAIRS_MAX)
         rc = x3_fail(err, X3_ERR_UNSUPPORTED, "%s: %g of a head of %zu gives %zu rotated dimensions", where, part,
                      head_dim, rope->n_rotated);
 out:
@@ -199,7 +201,7 @@ double x3_rope_attention_factor(const x3_rope_desc *rope, size_t n_positions)
 /* Dimension pair whose wavelength fits `rotations` turns into the original length. */
 static double yarn_correction(const x3_rope_desc *rope, double rotations)
 {
-    return (double)rope->n_rotated * log(rope->original_positions / (rotations * 2 * M_PI)) / (2 * log(rope->theta));
+    return (double)rope->dim * log(rope->original_positions / (rotations * 2 * M_PI)) / (2 * log(rope->theta));
 }
 
 static double yarn_frequency(const x3_rope_desc *rope, size_t i, double f)
@@ -211,7 +213,7 @@ static double yarn_frequency(const x3_rope_desc *rope, size_t i, double f)
         high = ceil(high);
     }
     low = fmax(low, 0);
-    high = fmin(high, (double)rope->n_rotated - 1);
+    high = fmin(high, (double)rope->dim - 1);
     if (low == high)
         high += 0.001;
     double ramp = fmin(fmax(((double)i - low) / (high - low), 0), 1);
@@ -241,7 +243,7 @@ x3_status x3_rope_table(const x3_rope_desc *rope, size_t n_positions, float *tab
                        "dynamic rope is only known up to max_position_embeddings: %zu positions asked for, %g there",
                        n_positions, rope->max_positions);
     for (size_t i = 0; i < half; i++) {
-        double f = (double)(float)(1 / pow(rope->theta, 2 * (double)i / (double)rope->n_rotated));
+        double f = (double)(float)(1 / pow(rope->theta, 2 * (double)i / (double)rope->dim));
         if (rope->type == X3_ROPE_LINEAR)
             f /= rope->factor;
         else if (rope->type == X3_ROPE_YARN)

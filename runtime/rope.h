@@ -14,7 +14,8 @@ typedef enum x3_rope_type {
 typedef struct x3_rope_desc {
     x3_rope_type type;
     double theta;
-    size_t n_rotated;        /* dimensions of a head that are rotated, even */
+    size_t dim;              /* part of a head that the config names; may be odd */
+    size_t n_rotated;        /* dimensions that are rotated: dim, or one more when it is odd, as in transformers */
     double factor;
     double original_positions; /* of the model before it was stretched */
     double max_positions;

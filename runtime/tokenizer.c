@@ -303,7 +303,8 @@ struct encoder {
     bool parse_special;
     x3_ids *out;
     size_t end; /* out is full at so many */
-    x3_text repaired, normalized;
+    x3_view marker;
+    x3_text repaired, normalized, unmarked;
     x3_pretokenizer_scratch pretokenizer;
     x3_regex_scratch regex;
     x3_bpe_scratch bpe;
@@ -325,7 +326,7 @@ static x3_status encode_text(struct encoder *e, x3_view text, bool raw, x3_err *
 static x3_status encode_around_tokens(struct encoder *e, x3_view text, bool normalized, x3_err *err)
 {
     x3_added_walk walk = {.text = text.data, .n_bytes = text.n_bytes, .normalized = normalized,
-                          .skip_special = !e->parse_special};
+                          .skip_special = !e->parse_special, .marker = e->marker};
     x3_status rc = X3_OK;
 
     while (e->out->n_items < e->end) {
@@ -344,10 +345,31 @@ out:
     return rc;
 }
 
+/* *text without markers, which have done their work. */
+static x3_status drop_markers(struct encoder *e, x3_view *text, x3_err *err)
+{
+    const char *at = text->data, *end = at + text->n_bytes, *next;
+    x3_status rc;
+
+    e->unmarked.n_items = 0;
+    while (e->marker.n_bytes > 0 && (next = memmem(at, (size_t)(end - at), e->marker.data, e->marker.n_bytes)) != NULL) {
+        X3_TRY(rc, out, x3_text_put(&e->unmarked, at, (size_t)(next - at), err));
+        at = next + e->marker.n_bytes;
+    }
+    if (at == text->data)
+        return X3_OK;
+    X3_TRY(rc, out, x3_text_put(&e->unmarked, at, (size_t)(end - at), err));
+    *text = (x3_view){e->unmarked.n_items == 0 ? "" : e->unmarked.items, e->unmarked.n_items};
+out:
+    return rc;
+}
+
 static x3_status encode_text(struct encoder *e, x3_view text, bool raw, x3_err *err)
 {
     x3_status rc;
 
+    if (!raw)
+        X3_TRY(rc, out, drop_markers(e, &text, err));
     if (!raw)
         return x3_pretokenizer_run(e->t->pretokenizer, &e->pretokenizer, text.data, text.n_bytes, encode_piece, e, err);
     if (e->t->nfc)
@@ -357,28 +379,51 @@ out:
     return rc;
 }
 
-x3_status x3_tokenizer_encode(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes, bool parse_special,
-                              size_t max_ids, x3_ids *out, x3_err *err)
+/* Runs an encoder and frees what it holds. */
+static x3_status encode(struct encoder *e, const char *text, size_t n_bytes, x3_err *err)
 {
-    size_t before = out->n_items;
-    struct encoder e = {.t = tokenizer, .parse_special = parse_special, .out = out, .end = SIZE_MAX};
+    size_t before = e->out->n_items;
     x3_view view = {n_bytes == 0 ? "" : text, n_bytes};
     x3_status rc;
 
-    if (max_ids > 0 && max_ids < SIZE_MAX - before)
-        e.end = before + max_ids;
-    X3_TRY(rc, out, x3_utf8_repair(&view, &e.repaired, err));
-    X3_TRY(rc, out, encode_around_tokens(&e, view, false, err));
-    out->n_items = x3_min_size(out->n_items, e.end);
+    X3_TRY(rc, out, x3_utf8_repair(&view, &e->repaired, err));
+    X3_TRY(rc, out, encode_around_tokens(e, view, false, err));
+    e->out->n_items = x3_min_size(e->out->n_items, e->end);
 out:
     if (rc != X3_OK)
-        out->n_items = before;
-    x3_text_free(&e.repaired);
-    x3_text_free(&e.normalized);
-    x3_pretokenizer_scratch_free(&e.pretokenizer);
-    x3_regex_scratch_free(&e.regex);
-    x3_bpe_scratch_free(&e.bpe);
+        e->out->n_items = before;
+    x3_text_free(&e->repaired);
+    x3_text_free(&e->normalized);
+    x3_text_free(&e->unmarked);
+    x3_pretokenizer_scratch_free(&e->pretokenizer);
+    x3_regex_scratch_free(&e->regex);
+    x3_bpe_scratch_free(&e->bpe);
     return rc;
+}
+
+x3_status x3_tokenizer_encode(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes, bool parse_special,
+                              size_t max_ids, x3_ids *out, x3_err *err)
+{
+    struct encoder e = {.t = tokenizer, .parse_special = parse_special, .out = out, .end = SIZE_MAX};
+
+    if (max_ids > 0 && max_ids < SIZE_MAX - out->n_items)
+        e.end = out->n_items + max_ids;
+    return encode(&e, text, n_bytes, err);
+}
+
+x3_status x3_tokenizer_mark(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes, const char *marker,
+                            x3_text *out, x3_err *err)
+{
+    return x3_added_tokens_mark(&tokenizer->added, (x3_view){text, n_bytes}, (x3_view){marker, strlen(marker)}, out, err);
+}
+
+x3_status x3_tokenizer_encode_marked(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes,
+                                     const char *marker, x3_ids *out, x3_err *err)
+{
+    struct encoder e = {.t = tokenizer, .parse_special = true, .out = out, .end = SIZE_MAX,
+                        .marker = {marker, strlen(marker)}};
+
+    return encode(&e, text, n_bytes, err);
 }
 
 /* ---- decoding and questions ---- */

@@ -32,6 +32,15 @@ void x3_tokenizer_free(x3_tokenizer *tokenizer);
 x3_status x3_tokenizer_encode(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes, bool parse_special,
                               size_t max_ids, x3_ids *out, x3_err *err) X3_MUST;
 
+/* Text of users within the text of a template: x3_tokenizer_mark appends a user's text to *out with `marker` (one code
+ * point that the text does not have) before every control token in it, and x3_tokenizer_encode_marked encodes what a
+ * template made of it: special tokens are tokens, but not those after a marker; the markers themselves vanish.
+ * Control tokens are the special ones and those written <|…|>. */
+x3_status x3_tokenizer_mark(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes, const char *marker,
+                            x3_text *out, x3_err *err) X3_MUST;
+x3_status x3_tokenizer_encode_marked(const x3_tokenizer *tokenizer, const char *text, size_t n_bytes,
+                                     const char *marker, x3_ids *out, x3_err *err) X3_MUST;
+
 /* *out: the bytes of the ids joined, a NUL after them, for free(). They may be no valid UTF-8 where ids end inside a
  * character. Ids without a token (padding of the model's embedding) give nothing; with skip_special, so do special
  * tokens. */

@@ -82,6 +82,27 @@ out:
     return rc;
 }
 
+x3_status x3_utf8_repair_string(x3_view *view, x3_text *buffer, x3_err *err)
+{
+    x3_text whole = {0};
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_utf8_repair(view, buffer, err));
+    if (view->n_bytes == 0 || memchr(view->data, '\0', view->n_bytes) == NULL)
+        return X3_OK;
+    for (size_t at = 0; at < view->n_bytes; at++) {
+        bool is_nul = view->data[at] == '\0';
+        X3_TRY(rc, out, x3_text_put(&whole, is_nul ? "\xEF\xBF\xBD" : view->data + at, is_nul ? 3 : 1, err));
+    }
+    x3_text_free(buffer);
+    *buffer = whole;
+    *view = (x3_view){whole.items, whole.n_items};
+    return X3_OK;
+out:
+    x3_text_free(&whole);
+    return rc;
+}
+
 bool x3_is_space(uint32_t cp)
 {
     return (cp >= 0x9 && cp <= 0xD) || cp == 0x20 || cp == 0x85 || cp == 0xA0 || cp == 0x1680 ||

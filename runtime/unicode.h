@@ -38,6 +38,8 @@ bool x3_is_numeric(uint32_t cp);
  * of Maximal Subparts"), as bytes.decode("utf-8", errors="replace") of Python does. *view stays what it was when the
  * bytes are valid, otherwise it becomes a view of `buffer`. */
 x3_status x3_utf8_repair(x3_view *view, x3_text *buffer, x3_err *err) X3_MUST;
+/* The same for text that will be a C string: U+0000, which would end it, becomes U+FFFD, too. */
+x3_status x3_utf8_repair_string(x3_view *view, x3_text *buffer, x3_err *err) X3_MUST;
 
 /* Normalization form C (UAX #15) of valid UTF-8, with the tables that the `tokenizers` package normalizes with, those
  * of Unicode 9: combining marks added later are left where they stand. *view as in x3_utf8_repair. Time is linear in

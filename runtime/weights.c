@@ -1,5 +1,6 @@
 #include "runtime/weights.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,16 +30,56 @@ out:
     return rc;
 }
 
-x3_status x3_dense_read(const x3_checkpoint *c, const x3_tensor *t, size_t first, size_t n_rows, float *out, x3_err *err)
+/* Outputs [first, first + n_rows) of a weight that is part of a tensor, [n_rows][n_in] in the tensor's type. */
+static x3_status read_part(const x3_checkpoint *c, const x3_weight_place *p, size_t n_in, size_t first, size_t n_rows,
+                           char *out, x3_err *err)
 {
-    const size_t cols = (size_t)t->shape[t->rank - 1];
-    const x3_tensor *scale = t->dtype == X3_F8_E4M3 ? x3_checkpoint_scale(c, t) : NULL;
-    x3_status rc = x3_safetensors_read_f32(c->st, t, (uint64_t)first * cols, n_rows * cols, out, err);
+    const size_t size = x3_dtype_bytes(p->tensor->dtype), span = (n_rows - 1) * (size_t)p->out_stride + 1;
+    const uint64_t at = p->first + first * p->out_stride;
+    char *column = NULL;
+    x3_status rc = X3_OK;
 
-    if (rc == X3_OK && scale != NULL)
-        rc = apply_scale(c, t, scale, first, n_rows, out, err);
+    if (p->in_stride == 1 && p->out_stride == n_in)
+        return x3_safetensors_read(c->st, p->tensor, at * size, n_rows * n_in * size, out, err);
+    if (p->in_stride == 1) {
+        for (size_t r = 0; r < n_rows && rc == X3_OK; r++)
+            rc = x3_safetensors_read(c->st, p->tensor, (at + r * p->out_stride) * size, n_in * size, out + r * n_in * size, err);
+        return rc;
+    }
+    X3_TRY(rc, out, x3_alloc(&column, span, size, err));
+    for (size_t i = 0; i < n_in; i++) {
+        X3_TRY(rc, out, x3_safetensors_read(c->st, p->tensor, (at + i * p->in_stride) * size, span * size, column, err));
+        for (size_t r = 0; r < n_rows; r++)
+            memcpy(out + (r * n_in + i) * size, column + r * p->out_stride * size, size);
+    }
+out:
+    free(column);
     return rc;
 }
+
+x3_status x3_dense_read(const x3_checkpoint *c, const x3_linear_desc *desc, size_t first, size_t n_rows, float *out,
+                        x3_err *err)
+{
+    const x3_tensor *scale = NULL;
+    x3_weight_place p;
+    char *part = NULL;
+    x3_status rc;
+
+    if (!x3_checkpoint_place(c, desc, &p))
+        return x3_fail(err, X3_ERR_INPUT, "%s: tensor %s.weight is missing", c->dir, desc->name);
+    if (p.whole) {
+        scale = p.tensor->dtype == X3_F8_E4M3 ? x3_checkpoint_scale(c, p.tensor) : NULL;
+        rc = x3_safetensors_read_f32(c->st, p.tensor, (uint64_t)first * desc->n_in, n_rows * desc->n_in, out, err);
+        return rc == X3_OK && scale != NULL ? apply_scale(c, p.tensor, scale, first, n_rows, out, err) : rc;
+    }
+    X3_TRY(rc, out, x3_alloc(&part, n_rows * desc->n_in, x3_dtype_bytes(p.tensor->dtype), err));
+    X3_TRY(rc, out, read_part(c, &p, desc->n_in, first, n_rows, part, err));
+    x3_dtype_to_f32(p.tensor->dtype, part, n_rows * desc->n_in, out);
+out:
+    free(part);
+    return rc;
+}
+
 
 x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err)
 {
@@ -88,22 +129,32 @@ out:
     return rc;
 }
 
-static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, x3_err *err)
+static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
 {
     void *host = NULL;
-    size_t n_bytes = (size_t)t->n_bytes;
+    x3_weight_place p;
+    size_t n_bytes;
     x3_status rc;
 
+    if (!x3_checkpoint_place(c, desc, &p))
+        return x3_fail(err, X3_ERR_INPUT, "%s: tensor %s.weight is missing", c->dir, desc->name);
+    const x3_tensor *t = p.tensor;
+    n_bytes = w->n_in * w->n_out * x3_dtype_bytes(t->dtype);
     w->n_in_padded = w->n_in;
     w->n_out_padded = w->n_out;
     if (t->dtype == X3_F8_E4M3) {
         w->kind = X3_WEIGHT_F32;
         n_bytes = w->n_in * w->n_out * sizeof(float);
         X3_TRY(rc, out, x3_alloc(&host, n_bytes, 1, err));
-        X3_TRY(rc, out, x3_dense_read(c, t, 0, w->n_out, host, err));
+        X3_TRY(rc, out, x3_dense_read(c, desc, 0, w->n_out, host, err));
     } else {
         w->kind = t->dtype == X3_BF16 ? X3_WEIGHT_BF16 : t->dtype == X3_F16 ? X3_WEIGHT_F16 : X3_WEIGHT_F32;
-        X3_TRY(rc, out, x3_checkpoint_load(c, t, &host, err));
+        if (p.whole) {
+            X3_TRY(rc, out, x3_checkpoint_load(c, t, &host, err));
+        } else {
+            X3_TRY(rc, out, x3_alloc(&host, n_bytes, 1, err));
+            X3_TRY(rc, out, read_part(c, &p, w->n_in, 0, w->n_out, host, err));
+        }
     }
     rc = upload_bytes(dev, &w->data, host, n_bytes, err);
 out:
@@ -156,13 +207,43 @@ x3_status x3_linear_load(x3_weight *w, x3_device *dev, const x3_checkpoint *c, c
     if (found)
         X3_TRY(rc, out, load_group(w, dev, c, &g, err));
     else
-        X3_TRY(rc, out, load_dense(w, dev, c, x3_checkpoint_weight(c, desc), err));
+        X3_TRY(rc, out, load_dense(w, dev, c, desc, err));
     if (bias != NULL)
         rc = load_floats(dev, c, bias, 0, &w->bias, err);
 out:
     x3_findings_free(&findings);
     if (rc != X3_OK)
         x3_linear_free(w, dev);
+    return rc;
+}
+
+/* An EXL3 weight as float32 [n_out][n_in]: the identity goes through it. For uses that a linear cannot serve. */
+static x3_status densify(x3_weight *w, x3_device *dev, x3_err *err)
+{
+    const size_t n = w->n_in;
+    float *identity = NULL, *d_identity = NULL, *d_rows = NULL, *d_dense = NULL;
+    x3_weight dense = {.kind = X3_WEIGHT_F32, .n_in = n, .n_out = w->n_out, .n_in_padded = n, .n_out_padded = w->n_out};
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&identity, n * n, sizeof *identity, err));
+    for (size_t i = 0; i < n; i++)
+        identity[i * n + i] = 1;
+    X3_TRY(rc, out, x3_device_floats(dev, &d_identity, n * n, err));
+    X3_TRY(rc, out, x3_device_floats(dev, &d_rows, n * w->n_out, err));
+    X3_TRY(rc, out, x3_device_floats(dev, &d_dense, n * w->n_out, err));
+    X3_TRY(rc, out, dev->ops->upload(dev, d_identity, identity, n * n * sizeof *identity, err));
+    X3_TRY(rc, out, dev->ops->linear(dev, w, d_identity, n, n, d_rows, w->n_out, err));
+    X3_TRY(rc, out, dev->ops->transpose_pad(dev, d_rows, n, w->n_out, d_dense, n, w->n_out, err));
+    X3_TRY(rc, out, dev->ops->sync(dev, err));
+    dense.data = d_dense;
+    d_dense = NULL;
+    x3_linear_free(w, dev);
+    *w = dense;
+out:
+    free(identity);
+    x3_device_free(dev, d_identity);
+    x3_device_free(dev, d_rows);
+    x3_device_free(dev, d_dense);
     return rc;
 }
 
@@ -175,12 +256,59 @@ void x3_linear_free(x3_weight *w, x3_device *dev)
     *w = (x3_weight){0};
 }
 
+x3_status x3_dense_load(const float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
+{
+    x3_linear_desc plain = *desc;
+    x3_weight w = {0};
+    float *device = NULL;
+    x3_status rc;
+
+    *d_out = NULL;
+    plain.has_bias = false;
+    X3_TRY(rc, out, x3_linear_load(&w, dev, c, &plain, err)); /* in its own type: less to move, and the device widens it */
+    X3_TRY(rc, out, x3_device_floats(dev, &device, desc->n_out * desc->n_in, err));
+    *d_out = device;
+    rc = dev->ops->dense_floats(dev, &w, device, err);
+out:
+    x3_linear_free(&w, dev);
+    return rc;
+}
+
 x3_status x3_vector_load(float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_vector_desc *desc, x3_err *err)
 {
     const float *d = NULL;
     x3_status rc = load_floats(dev, c, x3_safetensors_find(c->st, desc->name), desc->add, &d, err);
 
     *d_out = (float *)(uintptr_t)d;
+    return rc;
+}
+
+static x3_status refuse_bad_router(const x3_checkpoint *c, const char *name, const float *x, size_t n, x3_err *err)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!isfinite(x[i]))
+            return x3_fail(err, X3_ERR_INPUT, "%s: router %s: value %zu is not finite, no expert can be chosen by it", c->dir,
+                           name, i);
+    return X3_OK;
+}
+
+/* A router that is not finite would still choose experts, always the same ones. */
+static x3_status check_router(const x3_checkpoint *c, const x3_layer_desc *l, x3_err *err)
+{
+    const x3_linear_desc *d = &l->linears[l->moe.router];
+    float *x = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&x, d->n_in * d->n_out, sizeof *x, err));
+    X3_TRY(rc, out, x3_dense_read(c, d, 0, d->n_out, x, err));
+    X3_TRY(rc, out, refuse_bad_router(c, d->name, x, d->n_in * d->n_out, err));
+    if (l->moe.correction >= 0) {
+        const x3_vector_desc *v = &l->vectors[l->moe.correction];
+        X3_TRY(rc, out, x3_safetensors_read_f32(c->st, x3_safetensors_find(c->st, v->name), 0, v->n, x, err));
+        rc = refuse_bad_router(c, v->name, x, v->n, err);
+    }
+out:
+    free(x);
     return rc;
 }
 
@@ -196,6 +324,10 @@ x3_status x3_layer_weights_load(x3_layer_weights *w, x3_device *dev, const x3_ch
         X3_TRY(rc, out, x3_linear_load(&w->linears[i], dev, c, &desc->linears[i], err));
     for (size_t i = 0; i < desc->n_vectors; i++)
         X3_TRY(rc, out, x3_vector_load(&w->vectors[i], dev, c, &desc->vectors[i], err));
+    if (desc->mixer == X3_MIXER_MLA && w->linears[desc->mla.kv_b].kind == X3_WEIGHT_EXL3)
+        X3_TRY(rc, out, densify(&w->linears[desc->mla.kv_b], dev, err));
+    if (desc->ffn == X3_FFN_MOE)
+        rc = check_router(c, desc, err);
 out:
     if (rc != X3_OK)
         x3_layer_weights_free(w);

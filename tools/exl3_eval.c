@@ -9,10 +9,12 @@
 #include "formats/io.h"
 #include "quant/pack_info.h"
 #include "quant/score.h"
+#include "runtime/chat_template.h"
 #include "runtime/generate.h"
 #include "tools/options.h"
 #include "tools/progress.h"
 #include "tools/replay.h"
+#include "tools/report.h"
 
 static void on_step(void *arg, size_t done, size_t total, const char *what)
 {
@@ -22,8 +24,8 @@ static void on_step(void *arg, size_t done, size_t total, const char *what)
 /* ---- reference ---- */
 
 static struct eval_values {
-    const char *model, *pack, *out, *ref, *json, *device, *prompt, *receipt;
-    x3_list texts, ignored;
+    const char *model, *pack, *out, *ref, *json, *device, *prompt, *system, *chat_template, *receipt;
+    x3_list texts, ignored, receipts;
     uint64_t ctx, positions, skip, threads, max_tokens;
     double max_kl, min_top1;
     bool json_progress, chat;
@@ -234,6 +236,9 @@ static int run_compare(void *arg, const char *command_line)
 
 static const x3_option generate_options[] = {
     {"prompt", X3_OPT_TEXT, AT(prompt), "TEXT", "text to go on from; special tokens in it are tokens", 0, 0, true},
+    {"chat", X3_OPT_FLAG, AT(chat), NULL, "the prompt is a user's turn, put into the chat template as plain text", 0, 0, false},
+    {"system", X3_OPT_TEXT, AT(system), "TEXT", "with --chat: the system's turn before it", 0, 0, false},
+    {"chat-template", X3_OPT_TEXT, AT(chat_template), "FILE", "with --chat: a template other than the pack's", 0, 0, false},
     {"max-tokens", X3_OPT_COUNT, AT(max_tokens), "N", "at most so many new tokens (128)", 1, 1e6, false},
     DEVICE_OPTIONS,
 };
@@ -255,6 +260,26 @@ static bool print_token(void *arg, int32_t id)
     return true;
 }
 
+/* The ids of a conversation of one user's turn, up to where the assistant's begins. */
+static x3_status encode_chat(const struct eval_values *v, const x3_tokenizer *tokenizer, x3_ids *ids, x3_err *err)
+{
+    x3_chat_request request = {.add_generation_prompt = true};
+    cJSON *messages = cJSON_CreateArray();
+    x3_chat_template *template = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_chat_template_open(&template, v->pack, v->chat_template, err));
+    if (v->system != NULL)
+        X3_TRY(rc, out, x3_chat_message_add(messages, "system", v->system, err));
+    X3_TRY(rc, out, x3_chat_message_add(messages, "user", v->prompt, err));
+    request.messages = messages;
+    rc = x3_chat_template_encode(template, tokenizer, &request, ids, NULL, err);
+out:
+    cJSON_Delete(messages);
+    x3_chat_template_free(template);
+    return rc;
+}
+
 static x3_status generate(struct session *s, const struct eval_values *v)
 {
     x3_checkpoint *pack = NULL;
@@ -268,7 +293,10 @@ static x3_status generate(struct session *s, const struct eval_values *v)
     X3_TRY(rc, out, x3_checkpoint_open(&pack, v->pack, v->ignored.items, &s->findings, &s->err));
     X3_TRY(rc, out, x3_path_join(&path, v->pack, "tokenizer.json", &s->err));
     X3_TRY(rc, out, x3_tokenizer_load(&tokenizer, path, &s->err));
-    X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
+    if (v->chat)
+        X3_TRY(rc, out, encode_chat(v, tokenizer, &ids, &s->err));
+    else
+        X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
     X3_TRY(rc, out, x3_generator_create(&g, s->dev, pack, ids.n_items + v->max_tokens, &s->err));
     struct printer p = {.t = tokenizer};
     double start = x3_seconds();
@@ -293,9 +321,41 @@ static int run_generate(void *arg, const char *command_line)
     int code = 0;
 
     (void)command_line;
+    if (!v->chat && (v->system != NULL || v->chat_template != NULL)) {
+        fprintf(stderr, "exl3-eval generate: --system and --chat-template go with --chat\n");
+        return 2;
+    }
     if (open_session(&s, v) != X3_OK || generate(&s, v) != X3_OK)
         code = x3_report_error(&s.r, &s.findings, &s.err);
     close_session(&s);
+    return code;
+}
+
+/* ---- report ---- */
+
+static const x3_option report_options[] = {
+    {"out", X3_OPT_TEXT, AT(out), "FILE", "the page, .html", 0, 0, true},
+};
+
+static int run_report(void *arg, const char *command_line)
+{
+    struct eval_values *v = arg;
+    x3_reporter r;
+    x3_report report;
+    char *html = NULL;
+    size_t n_bytes = 0;
+    x3_err err = {0};
+    int code = 0;
+
+    (void)command_line;
+    x3_reporter_open(&r, false);
+    if (x3_report_read(&report, v->receipts.items, v->receipts.n, &err) != X3_OK ||
+        x3_report_page(&report, &html, &n_bytes, &err) != X3_OK || x3_write_file(v->out, html, n_bytes, &err) != X3_OK)
+        code = x3_report_error(&r, NULL, &err);
+    else
+        printf("report      %s: %zu scores, %zu packs, %s\n", v->out, report.n_scores, report.n_packs, x3_bytes_text(n_bytes));
+    free(html);
+    x3_report_free(&report);
     return code;
 }
 
@@ -312,6 +372,8 @@ static const x3_command commands[] = {
     {"compare", "reference and score in one go", {"MODEL", "PACK"}, {AT(model), AT(pack)}, compare_options, N(compare_options),
      run_compare, &values},
     {"generate", "greedy text from a pack", {"PACK"}, {AT(pack)}, generate_options, N(generate_options), run_generate, &values},
+    {"report", "a page from receipts of scores and packs", {"RECEIPT..."}, {AT(receipts)}, report_options, N(report_options),
+     run_report, &values},
     {"replay", "run a receipt's command again and compare", {"RECEIPT"}, {AT(receipt)}, NULL, 0, run_replay, &values},
 };
 

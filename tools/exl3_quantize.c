@@ -1,11 +1,15 @@
-/* exl3-quantize: check a checkpoint, quantize it, verify a pack. */
+/* exl3-quantize: check a checkpoint, quantize it, verify a pack; measure and plan are in plan_commands.c. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "formats/exl3.h"
+#include "formats/io.h"
 #include "quant/job.h"
 #include "quant/verify.h"
+#include "tools/kept.h"
 #include "tools/options.h"
+#include "tools/plan_commands.h"
 #include "tools/progress.h"
 
 /* ---- shared ---- */
@@ -42,11 +46,15 @@ static void print_summary(const x3_job *job)
     printf("memory      about %s of %s\n", x3_bytes_text(s->peak_bytes), x3_bytes_text(s->memory_bytes));
     if (s->device_free > 0)
         printf("device      about %s of %s\n", x3_bytes_text(s->device_bytes), x3_bytes_text(s->device_free));
+    if (s->n_experts > 0)
+        printf("experts     %zu a layer, gate and up on %s; Hessians of %zu at once, %zu pass%s over the text a layer\n",
+               s->n_experts, s->own_hessians ? "their own tokens" : "the layer's", s->experts_at_once, s->expert_passes,
+               s->expert_passes == 1 ? "" : "es");
     printf("disk        pack %s, work %s\n", x3_bytes_text(s->out_needed), x3_bytes_text(s->work_needed));
     printf("time        about %s\n", x3_seconds_text(s->seconds));
     for (size_t i = 0; i < c->st->n_tensors; i++)
         if (c->roles[i] == X3_ROLE_DROPPED)
-            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->drop_reasons[i]);
+            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->reasons[i]);
     if (s->n_padded_linears > 0)
         printf("note        padded groups: such a pack loads here but not in exllamav3\n");
 }
@@ -54,16 +62,19 @@ static void print_summary(const x3_job *job)
 /* ---- check ---- */
 
 static struct check_values {
-    const char *model, *device;
+    const char *model, *device, *expert_hessian;
     double bits;
-    uint64_t memory;
+    uint64_t memory, rows, cols;
     x3_list ignored;
     bool list;
-} check_values = {.device = "cpu", .bits = 4};
+} check_values = {.device = "cpu", .expert_hessian = "auto", .bits = 4, .rows = 250, .cols = 2048};
 
 static const x3_option check_options[] = {
     {"bits", X3_OPT_NUMBER, offsetof(struct check_values, bits), "X", "body bits that sizes are shown for (4)", 1, 8, false},
     {"device", X3_OPT_TEXT, offsetof(struct check_values, device), "D", "cpu, cuda or cuda:N (cpu)", 0, 0, false},
+    {"rows", X3_OPT_COUNT, offsetof(struct check_values, rows), "N", "calibration rows that memory and time are shown for (250)", 1, 1e9, false},
+    {"cols", X3_OPT_COUNT, offsetof(struct check_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
+    {"expert-hessian", X3_OPT_TEXT, offsetof(struct check_values, expert_hessian), "H", "of gate and up: layer, own or auto (auto)", 0, 0, false},
     {"memory", X3_OPT_SIZE, offsetof(struct check_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
     {"list", X3_OPT_FLAG, offsetof(struct check_values, list), NULL, "say what becomes of every tensor", 0, 0, false},
     {"ignore-option", X3_OPT_LIST, offsetof(struct check_values, ignored), "KEY", "a config key that changes nothing", 0, 0, false},
@@ -83,8 +94,8 @@ static void print_tensors(const x3_checkpoint *c)
 static int run_check(void *values, const char *command_line)
 {
     struct check_values *v = values;
-    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .quant = X3_QUANT_DEFAULTS, .rows = 250,
-                        .cols = 2048, .memory_bytes = v->memory, .device = v->device,
+    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .quant = X3_QUANT_DEFAULTS, .rows = v->rows,
+                        .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
                         .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
     x3_reporter r;
@@ -92,6 +103,10 @@ static int run_check(void *values, const char *command_line)
     x3_err err = {0};
     int code = 0;
 
+    if (!x3_expert_hessian_parse(v->expert_hessian, &o.expert_hessian)) {
+        fprintf(stderr, "exl3-quantize check: --expert-hessian is layer, own or auto\n");
+        return 2;
+    }
     x3_reporter_open(&r, false);
     if (x3_job_open(&job, &o, NULL, &findings, &err) != X3_OK) {
         code = x3_report_error(&r, &findings, &err);
@@ -99,7 +114,10 @@ static int run_check(void *values, const char *command_line)
         if (v->list)
             print_tensors(x3_job_source(job));
         print_summary(job);
-        printf("%s: whole and known\n", v->model);
+        if (x3_print_kept(x3_job_source(job), &err) != X3_OK)
+            code = x3_report_error(&r, &findings, &err);
+        else
+            printf("%s: whole and known\n", v->model);
     }
     x3_job_close(job);
     x3_findings_free(&findings);
@@ -108,18 +126,21 @@ static int run_check(void *values, const char *command_line)
 
 /* ---- run ---- */
 
+#define NOT_GIVEN UINT64_MAX
+
 static struct run_values {
-    const char *model, *out, *codebook, *tie, *work, *device;
+    const char *model, *out, *recipe, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
     double bits, target_blend;
-    uint64_t head_bits, rows, cols, memory, seed, threads;
+    uint64_t head_bits, rows, cols, memory, seed, threads, min_expert_tokens;
     x3_list texts, ignored;
     bool uniform, resume, dry_run, overwrite, json, other_kernels;
-} run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .target_blend = 0.5, .head_bits = 6, .rows = 250,
-                .cols = 2048, .seed = 1};
+} run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .expert_hessian = "auto", .expert_weights = "none",
+                .target_blend = 0.5, .head_bits = NOT_GIVEN, .rows = 250, .cols = 2048, .seed = 1};
 
 static const x3_option run_options[] = {
-    {"bits", X3_OPT_NUMBER, offsetof(struct run_values, bits), "X", "mean bits of the body, 1 to 8, fractions too", 1, 8, true},
-    {"uniform", X3_OPT_FLAG, offsetof(struct run_values, uniform), NULL, "the plain allocation (this version has no other)", 0, 0, false},
+    {"bits", X3_OPT_NUMBER, offsetof(struct run_values, bits), "X", "mean bits of the body, 1 to 8, fractions too", 1, 8, false},
+    {"recipe", X3_OPT_TEXT, offsetof(struct run_values, recipe), "FILE", "bits of every linear, in place of --bits", 0, 0, false},
+    {"uniform", X3_OPT_FLAG, offsetof(struct run_values, uniform), NULL, "the plain allocation in place of a measured one", 0, 0, false},
     {"head-bits", X3_OPT_COUNT, offsetof(struct run_values, head_bits), "K", "of the output head (6); 0 leaves it as it is", 0, 8, false},
     {"codebook", X3_OPT_TEXT, offsetof(struct run_values, codebook), "C", "mul1, mcg or 3inst (mul1)", 0, 0, false},
     {"tie", X3_OPT_TEXT, offsetof(struct run_values, tie), "T", "linears with equal K: default, fused or none", 0, 0, false},
@@ -127,6 +148,9 @@ static const x3_option run_options[] = {
     {"rows", X3_OPT_COUNT, offsetof(struct run_values, rows), "N", "calibration rows (250)", 1, 1e9, false},
     {"cols", X3_OPT_COUNT, offsetof(struct run_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
     {"target-blend", X3_OPT_NUMBER, offsetof(struct run_values, target_blend), "A", "0: the weight, 1: the original output (0.5)", 0, 1, false},
+    {"expert-hessian", X3_OPT_TEXT, offsetof(struct run_values, expert_hessian), "H", "of gate and up: layer, own or auto (auto)", 0, 0, false},
+    {"expert-weights", X3_OPT_TEXT, offsetof(struct run_values, expert_weights), "W", "tokens by squared routing weight: none, down or all (none)", 0, 0, false},
+    {"min-expert-tokens", X3_OPT_COUNT, offsetof(struct run_values, min_expert_tokens), "N", "refuse an expert with fewer calibration tokens (0)", 0, 1e12, false},
     {"memory", X3_OPT_SIZE, offsetof(struct run_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
     {"seed", X3_OPT_COUNT, offsetof(struct run_values, seed), "N", "of the random signs (1)", 0, 9e15, false},
     {"work", X3_OPT_TEXT, offsetof(struct run_values, work), "DIR", "work folder (OUT.work)", 0, 0, false},
@@ -176,36 +200,83 @@ static int usage(const char *what)
     return 2;
 }
 
+/* What the options say together; 0 or 2. */
+static int check_run_options(const struct run_values *v, x3_job_options *o)
+{
+    if ((v->bits > 0) == (v->recipe != NULL))
+        return usage("one of --bits and --recipe");
+    if (v->recipe != NULL && (v->head_bits != NOT_GIVEN || v->uniform))
+        return usage("--head-bits and --uniform go with --bits; a recipe has its own");
+    if (!x3_codebook_parse(v->codebook, &o->quant.codebook))
+        return usage("--codebook is mul1, mcg or 3inst");
+    if (!x3_tie_parse(v->tie, &o->tie))
+        return usage("--tie is default, fused or none");
+    if (!x3_expert_hessian_parse(v->expert_hessian, &o->expert_hessian))
+        return usage("--expert-hessian is layer, own or auto");
+    if (!x3_expert_weighting_parse(v->expert_weights, &o->expert_weighting))
+        return usage("--expert-weights is none, down or all");
+    if (v->resume && v->overwrite)
+        return usage("--resume and --overwrite exclude each other");
+    return 0;
+}
+
+/* Measures and plans, then opens the job again with the recipe. The first job, uniform, has checked everything. */
+static x3_status plan_job(x3_job **job, x3_job_options *o, const x3_job_events *events, char **recipe, x3_findings *findings,
+                          x3_err *err)
+{
+    const char *base = o->work != NULL ? o->work : o->out;
+    char *measure = NULL;
+    x3_status rc;
+
+    x3_job_close(*job);
+    *job = NULL;
+    X3_TRY(rc, out, x3_asprintf(&measure, err, "%.*s.measure.json", (int)x3_path_trimmed(base), base));
+    X3_TRY(rc, out, x3_asprintf(recipe, err, "%.*s.recipe.yaml", (int)x3_path_trimmed(base), base));
+    X3_TRY(rc, out, x3_plan_for_run(o, measure, *recipe, events, findings, err));
+    o->recipe = *recipe;
+    rc = x3_job_open(job, o, events, findings, err);
+out:
+    free(measure);
+    return rc;
+}
+
 static int run_run(void *values, const char *command_line)
 {
     struct run_values *v = values;
     x3_job_options o = {
-        .model = v->model, .out = v->out, .work = v->work, .bits = v->bits, .head_bits = (int)v->head_bits,
-        .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items, .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols,
-        .memory_bytes = v->memory, .device = v->device, .n_threads = (int)v->threads, .resume = v->resume,
-        .overwrite = v->overwrite, .other_kernels = v->other_kernels, .ignored_options = v->ignored.items,
-        .command = command_line};
+        .model = v->model, .out = v->out, .work = v->work, .recipe = v->recipe, .bits = v->bits,
+        .head_bits = v->head_bits == NOT_GIVEN ? 6 : (int)v->head_bits, .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items,
+        .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
+        .n_threads = (int)v->threads, .resume = v->resume, .overwrite = v->overwrite, .other_kernels = v->other_kernels,
+        .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
     x3_reporter r;
     x3_job_events events = {.progress = on_progress, .note = on_note, .arg = &r};
+    char *recipe = NULL;
     x3_job *job = NULL;
     x3_err err = {0};
-    int code = 0;
+    int code = check_run_options(v, &o);
 
-    if (!x3_codebook_parse(v->codebook, &o.quant.codebook))
-        return usage("--codebook is mul1, mcg or 3inst");
-    if (!x3_tie_parse(v->tie, &o.tie))
-        return usage("--tie is default, fused or none");
-    if (v->resume && v->overwrite)
-        return usage("--resume and --overwrite exclude each other");
+    if (code != 0)
+        return code;
+    o.min_expert_tokens = v->min_expert_tokens;
     o.quant.target_blend = v->target_blend;
     o.quant.seed = v->seed;
+    o.planned = v->recipe == NULL && !v->uniform;
     x3_reporter_open(&r, v->json);
     if (x3_job_open(&job, &o, &events, &findings, &err) != X3_OK) {
         code = x3_report_error(&r, &findings, &err);
         goto out;
     }
+    if (o.planned && !v->dry_run && plan_job(&job, &o, &events, &recipe, &findings, &err) != X3_OK) {
+        code = x3_report_error(&r, &findings, &err);
+        goto out;
+    }
     print_summary(job);
+    if (o.planned && v->dry_run)
+        printf("plan        sizes are those of the uniform allocation; the run measures and places the bits\n");
+    if (recipe != NULL)
+        printf("recipe      %s\n", recipe);
     fflush(stdout);
     if (v->dry_run)
         goto out;
@@ -221,6 +292,7 @@ static int run_run(void *values, const char *command_line)
     print_result(job, v->out);
 out:
     x3_job_close(job);
+    free(recipe);
     x3_findings_free(&findings);
     return code;
 }
@@ -292,6 +364,8 @@ int main(int argc, char **argv)
          {offsetof(struct run_values, model), offsetof(struct run_values, out)}, run_options, N(run_options), run_run, &run_values},
         {"verify", "is this pack whole and what its receipt says", {"PACK"}, {offsetof(struct verify_values, pack)},
          verify_options, N(verify_options), run_verify, &verify_values},
+        x3_measure_command,
+        x3_plan_command,
     };
 
     return x3_main("exl3-quantize", "BF16 checkpoints to EXL3 packs", commands, N(commands), argc, argv);

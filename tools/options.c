@@ -8,7 +8,7 @@
 
 static void print_usage(FILE *to, const char *program, const x3_command *c)
 {
-    fprintf(to, "usage: %s %s", program, c->name);
+    fprintf(to, "usage: %s%s%s", program, c->name[0] == '\0' ? "" : " ", c->name);
     for (int i = 0; i < X3_POSITIONALS_MAX && c->positionals[i] != NULL; i++)
         fprintf(to, " %s", c->positionals[i]);
     fprintf(to, " [options]\n");
@@ -131,7 +131,7 @@ static int usage_error(const char *program, const x3_command *c, const char *wha
 {
     fprintf(stderr, "%s: %s%s%s %s\n", program, what, value == NULL ? "" : " ", value == NULL ? "" : value, problem);
     print_usage(stderr, program, c);
-    fprintf(stderr, "%s %s --help lists the options\n", program, c->name);
+    fprintf(stderr, "%s%s%s --help lists the options\n", program, c->name[0] == '\0' ? "" : " ", c->name);
     return 2;
 }
 
@@ -244,6 +244,30 @@ static bool wants_help(int argc, char **argv)
     return false;
 }
 
+static int run_command(const char *program, const x3_command *c, int skipped, int argc, char **argv)
+{
+    if (wants_help(argc - skipped, argv + skipped)) {
+        print_help(program, c);
+        return 0;
+    }
+    int rc = x3_parse(program, c, argc - skipped, argv + skipped);
+    if (rc != 0)
+        return rc;
+    char *line = join_command_line(program, argc, argv);
+    rc = c->run(c->values, line == NULL ? "" : line);
+    free(line);
+    return rc;
+}
+
+int x3_main_single(const char *program, const x3_command *c, int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "--version") == 0) {
+        printf("%s %s\n", program, X3_VERSION);
+        return 0;
+    }
+    return run_command(program, c, 1, argc, argv);
+}
+
 int x3_main(const char *program, const char *summary, const x3_command *commands, size_t n, int argc, char **argv)
 {
     if (argc < 2) {
@@ -254,21 +278,9 @@ int x3_main(const char *program, const char *summary, const x3_command *commands
         printf("%s %s\n", program, X3_VERSION);
         return 0;
     }
-    for (size_t i = 0; i < n; i++) {
-        if (strcmp(argv[1], commands[i].name) != 0)
-            continue;
-        if (wants_help(argc - 2, argv + 2)) {
-            print_help(program, &commands[i]);
-            return 0;
-        }
-        int rc = x3_parse(program, &commands[i], argc - 2, argv + 2);
-        if (rc != 0)
-            return rc;
-        char *line = join_command_line(program, argc, argv);
-        rc = commands[i].run(commands[i].values, line == NULL ? "" : line);
-        free(line);
-        return rc;
-    }
+    for (size_t i = 0; i < n; i++)
+        if (strcmp(argv[1], commands[i].name) == 0)
+            return run_command(program, &commands[i], 2, argc, argv);
     bool help = strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0;
     if (!help)
         fprintf(stderr, "%s: %s is not a command\n", program, argv[1]);

@@ -51,5 +51,7 @@ int x3_parse(const char *program, const x3_command *c, int argc, char **argv);
 
 /* Parses and runs. Usage problems and --help are printed here. */
 int x3_main(const char *program, const char *summary, const x3_command *commands, size_t n, int argc, char **argv);
+/* The same for a program that is one command, whose name is "". */
+int x3_main_single(const char *program, const x3_command *command, int argc, char **argv);
 
 #endif

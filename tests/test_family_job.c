@@ -1,0 +1,272 @@
+/* Quantization jobs and packs of the small families: what the layer kinds ask of them beyond dense attention. */
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "formats/io.h"
+#include "formats/safetensors_write.h"
+#include "quant/job.h"
+#include "quant/verify.h"
+#include "tests/family_check.h"
+#include "tests/test.h"
+#include "tests/tiny_model.h"
+
+#define FOLDER "tests/data/families/"
+
+struct setup {
+    char model[300], out[300], work[300], text[300];
+    const char *texts[2];
+    x3_job_options o;
+};
+
+/* A copy of a fixture with a tokenizer of bytes, and a text of bytes below its 96 ids. */
+static void make_setup(struct setup *s, const char *family, int bits)
+{
+    const char *root = x3_test_temp_dir();
+    static const char *const files[] = {"config.json", "model.safetensors"};
+    char text[1200], from[300];
+    x3_rng rng;
+    x3_err err = {0};
+
+    x3_test_skip_if_emulated();
+    *s = (struct setup){0};
+    snprintf(s->model, sizeof s->model, "%s/model", root);
+    snprintf(s->out, sizeof s->out, "%s/pack", root);
+    snprintf(s->work, sizeof s->work, "%s/pack.work", root);
+    snprintf(s->text, sizeof s->text, "%s/text.txt", root);
+    CHECK_OK(x3_mkdirs(s->model, &err), &err);
+    for (int i = 0; i < 2; i++) {
+        snprintf(from, sizeof from, FOLDER "%s/%s", family, files[i]);
+        CHECK_OK(x3_copy_file(from, x3_test_path(s->model, files[i]), NULL, &err), &err);
+    }
+    x3_tiny_tokenizer(s->model);
+    x3_rng_init(&rng, 2, "text");
+    for (size_t i = 0; i < sizeof text; i++)
+        text[i] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ  \n.,:;0123456789"[x3_rng_next(&rng) % 43];
+    x3_test_write(s->text, text, sizeof text);
+    s->texts[0] = s->text;
+    s->o = (x3_job_options){.model = s->model, .out = s->out, .bits = bits, .head_bits = 5, .quant = X3_QUANT_DEFAULTS,
+                            .texts = s->texts, .n_texts = 1, .rows = 20, .cols = 48, .device = "cpu", .command = "test"};
+}
+
+static x3_status run_job(const x3_job_options *o, x3_err *err)
+{
+    x3_findings findings = {0};
+    x3_job *job = NULL;
+    x3_status rc = x3_job_open(&job, o, NULL, &findings, err);
+
+    if (rc == X3_OK)
+        rc = x3_job_run(job, err);
+    x3_job_close(job);
+    x3_findings_free(&findings);
+    return rc;
+}
+
+static uint64_t shard_hash(const char *dir)
+{
+    uint64_t hash = 0;
+    x3_err err = {0};
+
+    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
+    return hash;
+}
+
+static void check_verifies(const struct setup *s)
+{
+    x3_device *dev = x3_test_open_device();
+    x3_verify_report r;
+    x3_err err = {0};
+
+    CHECK_OK(x3_verify_pack(&r, s->out, s->model, dev, NULL, &err), &err);
+    CHECK_MSG(r.findings.n_items == 0, "%s", r.findings.items[0]);
+    x3_verify_report_free(&r);
+    x3_device_close(dev);
+}
+
+/* Mean square difference of the logits of two folders on some ids, over the mean square of the first's. */
+static double lost(const char *source, const char *pack)
+{
+    x3_device *dev = x3_test_open_device();
+    x3_checkpoint *a = x3_test_open_model(source), *b = x3_test_open_model(pack);
+    const size_t n = 48 * a->model->vocab;
+    double error = 0, norm = 0;
+    int32_t ids[48];
+
+    for (int i = 0; i < 48; i++)
+        ids[i] = 32 + 11 * i % 60;
+    float *x = x3_test_logits(dev, a, ids, 48, 1, 48), *y = x3_test_logits(dev, b, ids, 48, 1, 48);
+    for (size_t i = 0; i < n; i++) {
+        error += ((double)x[i] - (double)y[i]) * ((double)x[i] - (double)y[i]);
+        norm += (double)x[i] * (double)x[i];
+    }
+    free(x);
+    free(y);
+    x3_checkpoint_close(a);
+    x3_checkpoint_close(b);
+    x3_device_close(dev);
+    return error / norm;
+}
+
+/* Runs the job in a child and kills it as soon as `file` is in its work folder. */
+static void start_and_kill(const struct setup *s, const char *file)
+{
+    int status;
+    pid_t child = fork();
+
+    CHECK(child >= 0);
+    if (child == 0) {
+        x3_err err = {0};
+        _exit(run_job(&s->o, &err) == X3_OK ? 0 : 9);
+    }
+    while (!x3_path_exists(x3_test_path(s->work, file))) {
+        CHECK_MSG(waitpid(child, &status, WNOHANG) == 0, "the job ended before it could be killed");
+        usleep(1000);
+    }
+    kill(child, SIGKILL);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK_MSG(WIFSIGNALED(status), "the job ended before it could be killed");
+}
+
+/* The selection that layers share is part of the states: killed between the layer that selects and the one that shares, a
+ * job must find it again; and it must not matter whether the states lie in memory or on disk. */
+X3_TEST(family_job_keeps_the_selection_of_sparse_layers_across_a_kill)
+{
+    struct setup s;
+    x3_findings findings = {0};
+    x3_job *job = NULL;
+    x3_err err = {0};
+
+    make_setup(&s, "glm_dsa_shared", 6);
+    CHECK_OK(run_job(&s.o, &err), &err);
+    const uint64_t expected = shard_hash(s.out);
+    check_verifies(&s);
+    CHECK(lost(s.model, s.out) < 0.05);
+    CHECK_OK(x3_remove_tree(s.out, &err), &err);
+    CHECK_OK(x3_job_open(&job, &s.o, NULL, &findings, &err), &err);
+    CHECK(x3_job_describe(job)->hidden_bytes == 2 * (uint64_t)x3_job_describe(job)->rows * 48 * (64 + 6) * sizeof(float));
+    s.o.memory_bytes = x3_job_describe(job)->peak_bytes - 1; /* states do not fit */
+    x3_job_close(job);
+    s.o.resume = true;
+    start_and_kill(&s, "layer-00001.json"); /* layer 1 selects, layer 2 shares */
+    CHECK_OK(run_job(&s.o, &err), &err);
+    CHECK_MSG(shard_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
+}
+
+X3_TEST(family_job_carries_towers_and_draft_layers_byte_for_byte)
+{
+    static const char *const carried[] = {"model.visual.blocks.0.attn.qkv.bias", "mtp.fc.weight",
+                                          "model.language_model.layers.0.linear_attn.A_log"};
+    struct setup s;
+    x3_err err = {0};
+
+    make_setup(&s, "qwen3_5_nested", 6);
+    CHECK_OK(run_job(&s.o, &err), &err);
+    check_verifies(&s);
+    CHECK(lost(s.model, s.out) < 0.05);
+    x3_checkpoint *a = x3_test_open_model(s.model), *b = x3_test_open_model(s.out);
+    CHECK(b->is_pack && b->config->text != b->config->config);
+    for (int i = 0; i < 3; i++) {
+        uint64_t x, y;
+        CHECK_OK(x3_checkpoint_tensor_hash(a, x3_safetensors_find(a->st, carried[i]), &x, &err), &err);
+        CHECK_OK(x3_checkpoint_tensor_hash(b, x3_safetensors_find(b->st, carried[i]), &y, &err), &err);
+        CHECK(x == y);
+    }
+    x3_checkpoint_close(a);
+    x3_checkpoint_close(b);
+}
+
+/* ---- a pack with a quantized kv_b_proj, as others may write it ---- */
+
+#define KV_B "model.layers.1.self_attn.kv_b_proj"
+
+/* The fixture as a pack of plain weights, with KV_B either as a group of random codes or as the given dense weight. */
+static void write_pack(const char *dir, const float *dense)
+{
+    enum { N_IN = 128, N_OUT = 256, K = 3, WORDS = N_IN / 16 * (N_OUT / 16) * 16 * K };
+    x3_checkpoint *c = x3_test_open_model(FOLDER "deepseek_yarn");
+    const int32_t marker = (int32_t)X3_MUL1_MULTIPLIER;
+    static uint16_t words[WORDS], suh[N_IN], svh[N_OUT];
+    x3_out_tensor t[256], *list[256];
+    const void *data[256];
+    void *loaded[256];
+    size_t n = 0, n_loaded = 0;
+    cJSON *config = cJSON_Duplicate(c->config->config, true), *q = cJSON_AddObjectToObject(config, "quantization_config");
+    x3_rng rng;
+    x3_err err = {0};
+
+    x3_rng_init(&rng, 4, "codes");
+    for (size_t i = 0; i < WORDS; i++)
+        words[i] = (uint16_t)x3_rng_next(&rng);
+    for (size_t i = 0; i < N_IN; i++)
+        suh[i] = x3_f32_to_f16((float)x3_rng_normal(&rng) * 0.05f);
+    for (size_t i = 0; i < N_OUT; i++)
+        svh[i] = x3_f32_to_f16((float)x3_rng_normal(&rng));
+    for (size_t i = 0; i < c->st->n_tensors; i++) {
+        const x3_tensor *from = &c->st->tensors[i];
+        if (strcmp(from->name, KV_B ".weight") == 0)
+            continue;
+        t[n] = (x3_out_tensor){.name = from->name, .dtype = from->dtype, .rank = from->rank};
+        memcpy(t[n].shape, from->shape, sizeof t[n].shape);
+        CHECK_OK(x3_safetensors_load(c->st, from, &loaded[n_loaded], &err), &err);
+        data[n++] = loaded[n_loaded++];
+    }
+    if (dense != NULL) {
+        t[n] = (x3_out_tensor){.name = KV_B ".weight", .dtype = X3_F32, .rank = 2, .shape = {132, 40}};
+        data[n++] = dense;
+    } else {
+        t[n] = (x3_out_tensor){.name = KV_B ".trellis", .dtype = X3_I16, .rank = 3, .shape = {N_IN / 16, N_OUT / 16, 16 * K}};
+        data[n++] = words;
+        t[n] = (x3_out_tensor){.name = KV_B ".suh", .dtype = X3_F16, .rank = 1, .shape = {N_IN}};
+        data[n++] = suh;
+        t[n] = (x3_out_tensor){.name = KV_B ".svh", .dtype = X3_F16, .rank = 1, .shape = {N_OUT}};
+        data[n++] = svh;
+        t[n] = (x3_out_tensor){.name = KV_B ".mul1", .dtype = X3_I32, .rank = 0};
+        data[n++] = &marker;
+    }
+    CHECK(n <= 256);
+    for (size_t i = 0; i < n; i++)
+        list[i] = &t[i];
+    CHECK_OK(x3_mkdirs(dir, &err), &err);
+    cJSON_AddStringToObject(q, "quant_method", "exl3");
+    CHECK_OK(x3_json_save(config, x3_test_path(dir, "config.json"), &err), &err);
+    CHECK_OK(x3_safetensors_save(x3_test_path(dir, "model.safetensors"), list, data, n, &err), &err);
+    for (size_t i = 0; i < n_loaded; i++)
+        free(loaded[i]);
+    cJSON_Delete(config);
+    x3_checkpoint_close(c);
+}
+
+X3_TEST(family_mla_takes_a_quantized_kv_b_proj_as_its_effective_weight)
+{
+    char group[300], plain[300];
+    x3_device *dev = x3_test_open_device();
+    float identity[40 * 40] = {0}, rows[40 * 132], dense[132 * 40];
+    const x3_linear_desc *d;
+    x3_weight w;
+    x3_err err = {0};
+
+    snprintf(group, sizeof group, "%s/group", x3_test_temp_dir());
+    snprintf(plain, sizeof plain, "%s/plain", x3_test_temp_dir());
+    write_pack(group, NULL);
+    x3_checkpoint *c = x3_test_open_model(group);
+    d = &c->model->layers[1].linears[c->model->layers[1].mla.kv_b];
+    CHECK(strcmp(d->name, KV_B) == 0);
+    CHECK_OK(x3_linear_load(&w, dev, c, d, &err), &err);
+    CHECK(w.kind == X3_WEIGHT_EXL3);
+    for (int i = 0; i < 40; i++)
+        identity[i * 40 + i] = 1;
+    CHECK_OK(dev->ops->linear(dev, &w, identity, 40, 40, rows, 132, &err), &err);
+    for (int o = 0; o < 132; o++)
+        for (int i = 0; i < 40; i++)
+            dense[o * 40 + i] = rows[i * 132 + o];
+    write_pack(plain, dense);
+    CHECK(lost(plain, group) == 0);
+    CHECK(lost(FOLDER "deepseek_yarn", group) > 0.1); /* random codes: it does use them */
+    x3_linear_free(&w, dev);
+    x3_checkpoint_close(c);
+    x3_device_close(dev);
+}

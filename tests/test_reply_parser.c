@@ -1,0 +1,172 @@
+/* Reasoning and tool calls in replies. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "formats/json.h"
+#include "runtime/reply_parser.h"
+#include "tests/test.h"
+
+static const char tools_text[] =
+    "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},"
+    "\"n\":{\"type\":\"integer\"},\"o\":{\"type\":\"object\"}}}}},{\"type\":\"function\",\"function\":{\"name\":\"noop\"}}]";
+
+/* Puts a reply in pieces of `step` bytes; returns reasoning, content and calls as "R|C|name(arguments)…". */
+static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *text, size_t step)
+{
+    cJSON *tools = cJSON_Parse(tools_text);
+    x3_reply_parser *p;
+    x3_reply_parts parts = {0};
+    x3_text all = {0};
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, format, reasoning, tools, &err), &err);
+    for (size_t at = 0, n = strlen(text); at < n; at += step)
+        CHECK_OK(x3_reply_parser_put(p, text + at, x3_min_size(step, n - at), &parts, &err), &err);
+    CHECK_OK(x3_reply_parser_end(p, &parts, &err), &err);
+    CHECK_OK(x3_text_put(&all, parts.reasoning.items, parts.reasoning.n_items, &err), &err);
+    CHECK_OK(x3_text_put(&all, "|", 1, &err), &err);
+    CHECK_OK(x3_text_put(&all, parts.content.items, parts.content.n_items, &err), &err);
+    CHECK_OK(x3_text_put(&all, "|", 1, &err), &err);
+    for (size_t i = 0; i < parts.calls.n_items; i++) {
+        char line[400];
+        int n = snprintf(line, sizeof line, "%s(%s)", parts.calls.items[i].name, parts.calls.items[i].arguments);
+        CHECK_OK(x3_text_put(&all, line, (size_t)n, &err), &err);
+    }
+    CHECK_OK(x3_text_put(&all, "", 1, &err), &err);
+    x3_reply_parts_free(&parts);
+    x3_reply_parser_free(p);
+    cJSON_Delete(tools);
+    return all.items;
+}
+
+static void expect(x3_tool_format format, x3_reasoning reasoning, const char *text, const char *expected)
+{
+    static const size_t steps[] = {1, 2, 3, 7, 1000};
+
+    for (size_t i = 0; i < 5; i++) {
+        char *got = parse(format, reasoning, text, steps[i]);
+        CHECK_MSG(strcmp(got, expected) == 0, "%s\nin pieces of %zu gives\n%s\nexpected\n%s", text, steps[i], got, expected);
+        free(got);
+    }
+}
+
+X3_TEST(reply_parser_splits_reasoning_from_content)
+{
+    expect(X3_TOOLS_NONE, X3_REASONING_TAGS, "<think>\nhm,\n\nso\n</think>\n\nYes. ", "hm,\n\nso|Yes. |");
+    expect(X3_TOOLS_NONE, X3_REASONING_TAGS, "\n<think>a</think>b", "a|b|");
+    expect(X3_TOOLS_NONE, X3_REASONING_TAGS, "no <think>a</think>b", "|no <think>a</think>b|");
+    expect(X3_TOOLS_NONE, X3_REASONING_TAGS, "  <thin", "|  <thin|");
+    expect(X3_TOOLS_NONE, X3_REASONING_TAGS, "<think>never ends </thi", "never ends </thi||");
+    expect(X3_TOOLS_NONE, X3_REASONING_OPEN, "\nso</think>b</think>c", "so|b</think>c|");
+    expect(X3_TOOLS_NONE, X3_REASONING_OPEN, "only thoughts\n", "only thoughts||");
+    expect(X3_TOOLS_NONE, X3_REASONING_NONE, "<think>a</think> ", "|<think>a</think> |");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_TAGS, "<think>\n\n</think>\n\nhi \n", "|hi \n|");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_OPEN, "a <tool_call> b</think>\n<tool_call>{\"name\": \"f\"}</tool_call>", "a <tool_call> b||f({})");
+}
+
+X3_TEST(reply_parser_reads_json_calls)
+{
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE,
+           "Let me see.\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"s\": \"a, \\\"b\\\": {\", \"n\": 12345678901234567890.10}}\n"
+           "</tool_call>\n<tool_call>\n{\"arguments\": {}, \"name\": \"g\"}\n</tool_call>\n",
+           "|Let me see.|f({\"s\": \"a, \\\"b\\\": {\", \"n\": 12345678901234567890.10})g({})");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>{\"name\":\"f\",\"arguments\":\"{\\\"n\\\": 1}\"}</tool_call> and more ",
+           "|and more|f({\"n\": 1})");
+    /* the end of the reply ends the call */
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"n\": 1}}", "||f({\"n\": 1})");
+}
+
+X3_TEST(reply_parser_leaves_what_it_cannot_understand_as_text)
+{
+    static const char *const bad[] = {
+        "x \n<tool_call>{\"name\": \"f\", \"arguments\": {}</tool_call> y ",
+        "<tool_call>{\"name\": \"\", \"arguments\": {}}</tool_call>",
+        "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>",
+        "<tool_call>{\"name\": 5}</tool_call>",
+        "<tool_call>hello world</tool_call>",
+        "<tool_call>hello</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=n>\n1\n</function>\n</tool_call>",
+        "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>",
+        "<tool_call>never ends",
+        "<tool_ca",
+    };
+    char expected[200];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_TAGGED, X3_REASONING_NONE, bad[i], expected);
+    }
+    snprintf(expected, sizeof expected, "|%s|", "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>");
+    expect(X3_TOOLS_NONE, X3_REASONING_NONE, "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>", expected);
+}
+
+X3_TEST(reply_parser_reads_calls_of_tags_with_the_types_of_the_tool)
+{
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE,
+           "<tool_call>\n<function=f>\n<parameter=s>\n12\n</parameter>\n<parameter=n>\n12\n</parameter>\n<parameter=o>\n"
+           "{\"a\": [1, 2.50]}\n</parameter>\n<parameter=other>\nline 1\n\"line\" 2\n</parameter>\n</function>\n</tool_call>",
+           "||f({\"s\": \"12\", \"n\": 12, \"o\": {\"a\": [1, 2.50]}, \"other\": \"line 1\\n\\\"line\\\" 2\"})");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>\n<function=noop>\n</function>\n</tool_call>", "||noop({})");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE,
+           "ok\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>true</arg_value>\n<arg_key>n</arg_key>\n<arg_value>-3</arg_value>\n"
+           "</tool_call>\n<tool_call>noop</tool_call>", "|ok|f({\"s\": \"true\", \"n\": -3})noop({})");
+    expect(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>f<arg_key>s</arg_key><arg_value>é 日本</arg_value></tool_call>",
+           "||f({\"s\": \"é 日本\"})");
+}
+
+X3_TEST(reply_parser_reads_calls_of_deepseek)
+{
+    expect(X3_TOOLS_DEEPSEEK, X3_REASONING_TAGS,
+           "Look:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"n\": 1}\n```<｜tool▁call▁end｜>\n"
+           "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+           "|Look:|f({\"n\": 1})g({})");
+    expect(X3_TOOLS_DEEPSEEK, X3_REASONING_OPEN,
+           "t</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"n\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+           "t||f({\"n\": 1})");
+    expect(X3_TOOLS_DEEPSEEK, X3_REASONING_NONE,
+           "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"n\": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁calls▁end｜>",
+           "|<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"n\": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>f"
+           "<｜tool▁calls▁end｜>|");
+}
+
+X3_TEST(reply_parser_reads_calls_of_llama)
+{
+    expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "{\"name\": \"f\", \"parameters\": {\"n\": 1}}", "||f({\"n\": 1})");
+    expect(X3_TOOLS_LLAMA, X3_REASONING_NONE,
+           "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}; {\"name\": \"g\", \"parameters\": {\"s\": \";\"}}",
+           "||f({})g({\"s\": \";\"})");
+    expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, " {\"a\": 1} is JSON", "| {\"a\": 1} is JSON|");
+    expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "Hello {", "|Hello {|");
+}
+
+X3_TEST(reply_parser_knows_formats_by_their_template)
+{
+    CHECK(x3_tool_format_of("a <tool_call> b") == X3_TOOLS_TAGGED);
+    CHECK(x3_tool_format_of("a <｜tool▁calls▁begin｜> b") == X3_TOOLS_DEEPSEEK);
+    CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
+    CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
+}
+
+/* The body ends where readable memory does. */
+X3_TEST(tool_calls_that_end_in_a_backslash_are_not_read_past_their_end)
+{
+    static const char *const bodies[] = {"{\"name\": \"f\\", "\"\\", "{\"name\":\"f\",\"parameters\":{}}\"\\", "[\"\\"};
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    CHECK(memory != MAP_FAILED && mprotect(memory + page, page, PROT_NONE) == 0);
+    for (size_t i = 0; i < 4; i++) {
+        x3_tool_calls calls = {0};
+        size_t n = strlen(bodies[i]);
+        bool parsed;
+        x3_err err = {0};
+        char *body = memcpy(memory + page - n, bodies[i], n);
+        CHECK_OK(x3_tool_calls_parse(X3_TOOLS_LLAMA, body, n, NULL, &calls, &parsed, &err), &err);
+        CHECK(!parsed && calls.n_items == 0);
+        x3_tool_calls_free(&calls);
+    }
+    munmap(memory, 2 * page);
+}
