@@ -122,7 +122,7 @@ static x3_status kernel_of(const x3_cuda_shape *shape, expert_shape s, const voi
         return x3_fail(err, X3_ERR_INPUT, "EXL3 group of %zu x %zu: both must be multiples of %d", shape->n_in_padded,
                        shape->n_out_padded, X3_HADAMARD);
     fill[shape->K - 1](&k);
-    *out = k.kernel[shape->codebook][s];
+    *out = k.kernel[decoder_of(shape->codebook)][s];
     return X3_OK;
 }
 
@@ -148,6 +148,8 @@ x3_status x3_cuda_expert_exl3(const x3_cuda_info *info, const x3_cuda_slots *slo
     a.n_units = (int)(shape->n_in_padded / X3_TILE);
     a.n_stripes = (int)(shape->n_out_padded / EXPERT_OUTS);
     a.n_out = (int)shape->n_out;
+    a.multiplier = multiplier_of(shape->codebook);
+    a.addend = addend_of(shape->codebook);
     a.y = slots->d_y;
     a.ldy = slots->ldy;
     a.reverse = slots->reverse;

@@ -17,6 +17,7 @@ typedef struct expert_args {
     const float *unit;
     int first_slot, end_slot; /* that are rotated */
     int n_units, n_stripes, n_out;
+    uint32_t multiplier, addend; /* of the codebook: struct ones */
     float *y;
     size_t ldy;
     bool reverse, y_whole;
@@ -27,9 +28,9 @@ typedef enum expert_shape { EXPERT_FEW, EXPERT_MANY, EXPERT_SHAPES } expert_shap
 
 #define EXPERT_ROWS(s) ((s) == EXPERT_FEW ? 8 : 64)
 
-/* The kernels of one K (one object file each). */
+/* The kernels of one K (one object file each), by decoder_of the codebook. */
 typedef struct expert_kernels {
-    const void *kernel[3][EXPERT_SHAPES]; /* [codebook] */
+    const void *kernel[N_DECODERS][EXPERT_SHAPES];
 } expert_kernels;
 
 void x3_expert_kernels_k1(expert_kernels *out);

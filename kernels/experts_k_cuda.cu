@@ -110,7 +110,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
     const x3_cuda_expert expert = a.experts[e];
     const uint32_t *words = (const uint32_t *)expert.d_w + (size_t)stripe * STRIP_WORDS;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
-    const ones o = ones_of<CODEBOOK>(lane);
+    const ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
 
     for (int row = first + blockIdx.z * ROWS; row < end; row += gridDim.z * ROWS) {
         float total[TILES][NT][4] = {}, *sums = (float *)room;
@@ -144,18 +144,13 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
     }
 }
 
-template <int CODEBOOK> static void fill(expert_kernels *k)
-{
-    k->kernel[CODEBOOK][EXPERT_FEW] = (const void *)experts<CODEBOOK, 1, 1>;
-    k->kernel[CODEBOOK][EXPERT_MANY] = (const void *)experts<CODEBOOK, 2, 4>;
-}
-
 #define NAME_OF(k) x3_expert_kernels_k##k
 #define NAME(k) NAME_OF(k)
 
 void NAME(X3_K)(expert_kernels *out)
 {
-    fill<X3_CB_3INST>(out);
-    fill<X3_CB_MCG>(out);
-    fill<X3_CB_MUL1>(out);
+    out->kernel[decoder_of(X3_CB_MCG)][EXPERT_FEW] = (const void *)experts<CODEBOOK_SUM, 1, 1>;
+    out->kernel[decoder_of(X3_CB_MCG)][EXPERT_MANY] = (const void *)experts<CODEBOOK_SUM, 2, 4>;
+    out->kernel[decoder_of(X3_CB_MUL1)][EXPERT_FEW] = (const void *)experts<X3_CB_MUL1, 1, 1>;
+    out->kernel[decoder_of(X3_CB_MUL1)][EXPERT_MANY] = (const void *)experts<X3_CB_MUL1, 2, 4>;
 }

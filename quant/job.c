@@ -363,7 +363,6 @@ static x3_status run_head(x3_job *job, x3_err *err)
     rc = add_entries(job, entries, err);
 out:
     x3_quant_linear_free(job->dev, &linear);
-    x3_linear_free(&dense, job->dev);
     x3_hessian_free(h);
     cJSON_Delete(record);
     return rc;

@@ -441,6 +441,7 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
             layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
     job->summary.seconds = t.encode * weights + t.product * layers;
+    job->dev->peak_bytes = 0; /* the job's own peak counts from here; what is still held counts with the next allocation */
 out:
     x3_device_free(job->dev, t.d_w);
     x3_device_free(job->dev, t.d_q);
