@@ -50,7 +50,7 @@ endif
 ifeq ($(CONFIG),cuda)
 CUDA_ARCHS ?= $(filter 80 86 89 90 100 120 121,$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code)))
 CUDA_PTX ?= $(or $(filter 100,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
-NVCC_FLAGS := -std=c++17 -O3 -lineinfo -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
+NVCC_FLAGS := -std=c++17 -O3 -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
               $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
 ifdef CI
 NVCC_FLAGS += -Werror all-warnings -Xcompiler -Werror
@@ -160,13 +160,15 @@ cuda: ## build with CUDA into build/cuda; CUDA_ARCHS=90 for one architecture
 	@[ -n "$(NVCC)" ] || { echo "nvcc is not installed (CUDA Toolkit)"; exit 1; }
 	@$(MAKE) --no-print-directory CONFIG=cuda cuda-compile
 
-cuda-compile: $(TOOLS:%=$(B)/%) $(B)/tests/cuda/tests $(B)/tests/cuda/test_kernels $(B)/tests/cuda/bench_kernels
+cuda-compile: $(TOOLS:%=$(B)/%) $(B)/tests/cuda/tests $(B)/tests/cuda/test_kernels $(B)/tests/cuda/bench_kernels \
+              $(B)/tests/cuda/bench_group
 
 test-cuda: cuda ## CUDA kernels and device against their reference forms; skipped, and counted, without a GPU
 	@tests/cuda/run.sh build/cuda
 
 bench-cuda: cuda ## times of the CUDA kernels beside the peer's
 	build/cuda/tests/cuda/bench_kernels
+	build/cuda/tests/cuda/bench_group
 
 clean: ## remove the build folder
 	rm -rf build

@@ -11,7 +11,7 @@
 #define PANEL 16
 #define TILE_ROWS 64 /* query rows of a block */
 #define DEPTH 32     /* dimensions of queries and keys in shared memory at a time */
-#define V_DEPTH 16   /* positions of values likewise */
+#define V_DEPTH 16   /* positions of values likewise: a panel, of which the values of a latent cache are */
 #define LD (TILE_ROWS + 4)
 #define THREADS 256
 
@@ -21,6 +21,9 @@ static __global__ void __launch_bounds__(THREADS) kv_append(const x3_cuda_kv kv,
                                                            const float *v, size_t ldv)
 {
     const size_t row = blockIdx.x;
+
+    if (b.d_row_sequence[row] < 0)
+        return;
     const x3_cuda_sequence s = b.d_sequences[b.d_row_sequence[row]];
     const int position = s.position + ((int)row - s.first_row), in_page = position % PAGE;
     const size_t page = (size_t)b.d_pages[s.first_page + position / PAGE] * kv.n_kv_heads;
@@ -30,7 +33,7 @@ static __global__ void __launch_bounds__(THREADS) kv_append(const x3_cuda_kv kv,
         kv.d_keys[(page + head) * PAGE * kv.k_dim + (size_t)(in_page / PANEL) * PANEL * kv.k_dim + d * PANEL + in_page % PANEL] =
             k[row * ldk + i];
     }
-    for (size_t i = threadIdx.x; i < kv.n_kv_heads * kv.v_dim; i += THREADS) {
+    for (size_t i = threadIdx.x; kv.d_values != NULL && i < kv.n_kv_heads * kv.v_dim; i += THREADS) {
         const size_t head = i / kv.v_dim, d = i % kv.v_dim;
         kv.d_values[((page + head) * PAGE + in_page) * kv.v_dim + d] = v[row * ldv + i];
     }
@@ -153,11 +156,21 @@ static __device__ __forceinline__ void page_values(const attend_args &a, const t
                                                    bool masked, float out[4][COLS], int tx, int ty)
 {
     const int v_dim = (int)a.kv.v_dim;
-    const float *values = a.kv.d_values + (page * a.kv.n_kv_heads + t.kv_head) * PAGE * v_dim;
+    const bool latent = a.kv.d_values == NULL;
+    const float *values = latent ? a.kv.d_keys + (page * a.kv.n_kv_heads + t.kv_head) * PAGE * a.kv.k_dim
+                                 : a.kv.d_values + (page * a.kv.n_kv_heads + t.kv_head) * PAGE * v_dim;
 
     for (int first = 0; first < PAGE; first += V_DEPTH) {
         __syncthreads();
-        for (int i = threadIdx.x; i < V_DEPTH * COLS * 16 / 4; i += THREADS) {
+        for (int i = threadIdx.x; latent && i < COLS * 16 * V_DEPTH / 4; i += THREADS) { /* a panel, [k_dim][16] */
+            const int c = i % (COLS * 16), p = i / (COLS * 16) * 4;
+            float4 f = make_float4(0, 0, 0, 0);
+            if (c < v_dim)
+                f = *(const float4 *)(values + (size_t)first * a.kv.k_dim + c * PANEL + p);
+            v[p * COLS * 16 + c] = f.x, v[(p + 1) * COLS * 16 + c] = f.y;
+            v[(p + 2) * COLS * 16 + c] = f.z, v[(p + 3) * COLS * 16 + c] = f.w;
+        }
+        for (int i = threadIdx.x; !latent && i < V_DEPTH * COLS * 16 / 4; i += THREADS) {
             const int p = i / (COLS * 4), c = i % (COLS * 4) * 4;
             float4 f = make_float4(0, 0, 0, 0);
             if (c < v_dim)

@@ -186,16 +186,39 @@ template <int K, int J> static __device__ __forceinline__ uint32_t window_state(
  * The sums of neighbouring words come out in one lane, those of words 2 i and 2 i + 1 of a quad of lanes where
  * words 0 .. 3 are the first words of its lanes and 4 .. 7 the second ones. */
 typedef struct ones {
-    uint32_t b[2]; /* column g of the matrix sums word g */
+    uint32_t b[2];               /* column g of the matrix sums word g */
+    uint32_t multiplier, addend; /* 3inst and mcg, which differ in them alone */
 } ones;
 
-template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane)
+/* The kernels that decode whole tiles are compiled for mul1 and for the sum of two float16 numbers, which is 3inst or mcg by
+ * what a state is multiplied with. */
+#define CODEBOOK_SUM X3_CB_MCG
+#define N_DECODERS 2
+
+static inline int decoder_of(x3_codebook codebook)
+{
+    return codebook == X3_CB_MUL1 ? 1 : 0;
+}
+
+static inline uint32_t multiplier_of(x3_codebook codebook)
+{
+    return codebook == X3_CB_3INST ? 89226354u : X3_MCG_MULTIPLIER;
+}
+
+static inline uint32_t addend_of(x3_codebook codebook)
+{
+    return codebook == X3_CB_3INST ? 64248484u : 0;
+}
+
+template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane, uint32_t multiplier, uint32_t addend)
 {
     const uint32_t one = CODEBOOK == X3_CB_MUL1 ? 0x01010101u : 0x3C003C00u;
     ones o;
 
     o.b[0] = (lane & 3) == lane >> 2 ? one : 0;
     o.b[1] = (lane & 3) + 4 == lane >> 2 ? one : 0;
+    o.multiplier = multiplier;
+    o.addend = addend;
     return o;
 }
 
@@ -217,13 +240,12 @@ template <int CODEBOOK> static __device__ __forceinline__ void decode_quad(const
     }
 }
 
-template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t window_mixed(window w)
+template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t window_mixed(window w, ones o)
 {
     const uint32_t state = window_state<K, J>(w);
 
-    return CODEBOOK == X3_CB_MUL1  ? state * X3_MUL1_MULTIPLIER
-           : CODEBOOK == X3_CB_MCG ? x3_codebook_mix_mcg(state)
-                                   : x3_codebook_mix_3inst(state);
+    return CODEBOOK == X3_CB_MUL1 ? state * X3_MUL1_MULTIPLIER
+                                  : ((state * o.multiplier + o.addend) & 0x8FFF8FFFu) ^ 0x3B603B60u;
 }
 
 /* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). The sums above have moved rows
@@ -232,10 +254,10 @@ template <int K, int CODEBOOK>
 static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
 {
     const window w = window_load<K>(tile, l);
-    const uint32_t low[4] = {window_mixed<K, CODEBOOK, 0>(w), window_mixed<K, CODEBOOK, 4>(w),
-                             window_mixed<K, CODEBOOK, 1>(w), window_mixed<K, CODEBOOK, 5>(w)};
-    const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w), window_mixed<K, CODEBOOK, 6>(w),
-                              window_mixed<K, CODEBOOK, 3>(w), window_mixed<K, CODEBOOK, 7>(w)};
+    const uint32_t low[4] = {window_mixed<K, CODEBOOK, 0>(w, o), window_mixed<K, CODEBOOK, 4>(w, o),
+                             window_mixed<K, CODEBOOK, 1>(w, o), window_mixed<K, CODEBOOK, 5>(w, o)};
+    const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 6>(w, o),
+                              window_mixed<K, CODEBOOK, 3>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
 
     decode_quad<CODEBOOK>(low, o, a);
     decode_quad<CODEBOOK>(high, o, a + 2);
@@ -245,6 +267,57 @@ static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bi
 static __device__ __forceinline__ int tile_operand_row(int i)
 {
     return (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
+}
+
+/* ---- floats -------------------------------------------------------------------------------------------------- */
+
+/* x3_exp_ref, operation by operation. */
+static __device__ __forceinline__ float exp_exact(float x)
+{
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.7f ? 88.7f : x;
+    const float n = rintf(x * 1.44269504088896341f);
+    float r = fmaf(n, -0.693359375f, x);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(p, r * r, r) + 1.0f;
+    return p * __uint_as_float((uint32_t)((int)n + 127) << 23);
+}
+
+/* Same result in all lanes, whatever the number of active terms. */
+static __device__ __forceinline__ float warp_sum(float v)
+{
+#pragma unroll
+    for (int lanes = X3_WARP / 2; lanes > 0; lanes /= 2)
+        v += __shfl_xor_sync(X3_ALL_LANES, v, lanes);
+    return v;
+}
+
+/* What values of at most `largest` (bits of a float, sign off) are multiplied by: they then lie under 2^15. */
+static __device__ __forceinline__ float half_factor(uint32_t largest)
+{
+    const int exponent = (int)(largest >> 23) - 126; /* largest < 2^exponent */
+
+    if (largest == 0 || largest >= 0x7F800000u)
+        return 1;
+    return __int_as_float((min(15 - exponent, 126) + 127) << 23);
+}
+
+/* The inverse of a power of two. */
+static __device__ __forceinline__ float half_unit(float factor)
+{
+    return __int_as_float((254 << 23) - __float_as_int(factor));
+}
+
+static __device__ __forceinline__ void split_half(float v, __half *high, __half *low)
+{
+    *high = __float2half_rn(v);
+    *low = __float2half_rn(v - __half2float(*high));
 }
 
 /* ---- rows ---------------------------------------------------------------------------------------------------- */

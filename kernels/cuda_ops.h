@@ -43,20 +43,20 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
 /* ---- cache and attention --------------------------------------------------------------------------------------------- */
 
 /* One sequence: rows [first_row, first_row + n_rows) are its positions from `position`; its pages begin at
- * d_pages + first_page. */
+ * d_pages + first_page; slot: of its recurrent state. */
 typedef struct x3_cuda_sequence {
-    int32_t first_row, n_rows, position, first_page;
+    int32_t first_row, n_rows, position, first_page, slot;
 } x3_cuda_sequence;
 
 typedef struct x3_cuda_batch {
     size_t n_rows, n_sequences, longest; /* longest: rows of a sequence at most */
     const x3_cuda_sequence *d_sequences;
-    const int32_t *d_row_sequence; /* [n_rows] */
+    const int32_t *d_row_sequence; /* [n_rows]; -1: a row of no sequence, which is left alone */
     const int32_t *d_positions;    /* [n_rows] */
     const int32_t *d_pages;
 } x3_cuda_batch;
 
-/* Layout of a page: runtime/device.h. */
+/* Layout of a page: runtime/device.h. d_values NULL: values are the first v_dim dimensions of the keys, or there are none. */
 typedef struct x3_cuda_kv {
     size_t n_kv_heads, k_dim, v_dim;
     float *d_keys, *d_values;
@@ -102,6 +102,9 @@ x3_status x3_cuda_split_cols(const float *d_x, size_t ldx, size_t n_rows, size_t
  * largest) and F16. d_largest [1] is scratch. */
 x3_status x3_cuda_split_weight(const void *d_w, x3_cuda_dense_type type, size_t n_out, size_t n_in, uint16_t *d_high,
                                uint16_t *d_low, size_t ld, uint32_t *d_largest, float *d_unit, x3_cuda_stream stream,
+                               x3_err *err) X3_MUST;
+/* out [n] = a dense weight of n numbers as float32. */
+x3_status x3_cuda_dense_floats(const void *d_w, x3_cuda_dense_type type, size_t n, float *d_out, x3_cuda_stream stream,
                                x3_err *err) X3_MUST;
 /* y[r][c] = y[r][c] * row_unit[r] * *unit + bias[c]; unit and bias may be NULL. */
 x3_status x3_cuda_finish_rows(float *d_y, size_t ldy, size_t n_rows, size_t n, const float *d_row_unit, const float *d_unit,

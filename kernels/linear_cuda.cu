@@ -172,6 +172,8 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
     a->y_type = rows->y_type;
     a->x_whole = aligned_for(rows->d_x, rows->ldx, rows->x_type);
     a->y_whole = aligned_for(rows->d_y, rows->ldy, rows->y_type);
+    a->multiplier = multiplier_of(g->codebook);
+    a->addend = addend_of(g->codebook);
     a->n_rows = (int)rows->n_rows;
     a->n_in = (int)g->n_in;
     a->n_out = (int)g->n_out;
@@ -231,7 +233,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
         overlap = true; /* the weights were there before the kernel just queued */
     }
     const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 8 * LINEAR_GROUPS(shape) - 1) / (8 * LINEAR_GROUPS(shape))));
-    return x3_cuda_launch(info, kernels.linear[g->codebook][shape], grid, LINEAR_WARPS(shape) * X3_WARP, shared_bytes, overlap,
+    return x3_cuda_launch(info, kernels.linear[decoder_of(g->codebook)][shape], grid, LINEAR_WARPS(shape) * X3_WARP, shared_bytes, overlap,
                         stream, args, "linear", err);
 }
 
@@ -254,11 +256,12 @@ x3_status x3_cuda_reconstruct(const x3_cuda_info *info, const x3_cuda_group *g, 
 {
     linear_kernels kernels;
     int n_units = (int)(g->n_in_padded / X3_TILE), n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
-    void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes};
+    uint32_t multiplier = multiplier_of(g->codebook), addend = addend_of(g->codebook);
+    void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes, &multiplier, &addend};
 
     RETURN_IF_FAILED(check_group(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
-    return launch_matrix(info, g, kernels.reconstruct[g->codebook][type], n_units / STRIPE_TILES * n_stripes,
+    return launch_matrix(info, g, kernels.reconstruct[decoder_of(g->codebook)][type], n_units / STRIPE_TILES * n_stripes,
                          4 * info->n_multiprocessors, stream, args, "reconstruct", err);
 }
 
@@ -266,10 +269,11 @@ x3_status x3_cuda_dense(const x3_cuda_info *info, const x3_cuda_group *g, void *
 {
     linear_kernels kernels;
     int n_units = (int)(g->n_in_padded / X3_TILE), n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
-    void *args[] = {(void *)&g->d_words, (void *)&g->d_suh, (void *)&g->d_svh, &d_out, &n_units, &n_stripes};
+    uint32_t multiplier = multiplier_of(g->codebook), addend = addend_of(g->codebook);
+    void *args[] = {(void *)&g->d_words, (void *)&g->d_suh, (void *)&g->d_svh, &d_out, &n_units, &n_stripes, &multiplier, &addend};
 
     RETURN_IF_FAILED(check_group(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
-    return launch_matrix(info, g, kernels.dense[g->codebook], n_units / STRIPE_TILES * n_stripes, 2 * info->n_multiprocessors,
+    return launch_matrix(info, g, kernels.dense[decoder_of(g->codebook)], n_units / STRIPE_TILES * n_stripes, 2 * info->n_multiprocessors,
                          stream, args, "dense weight", err);
 }

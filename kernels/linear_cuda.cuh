@@ -26,6 +26,7 @@ typedef struct linear_args {
     x3_cuda_type x_type, y_type;
     int x_whole, y_whole; /* rows may be read and written four numbers at a time */
     int n_rows, n_in, n_out;
+    uint32_t multiplier, addend; /* of the codebook: struct ones */
     int n_units_in, n_stripes; /* units of a stripe; stripes */
     int n_units_each;          /* of a block, */
     int n_units_more;          /* and this many blocks take one more */
@@ -43,11 +44,11 @@ typedef enum linear_shape { LINEAR_FOLDED, LINEAR_16, LINEAR_32, LINEAR_64, LINE
 #define LINEAR_TILES(s) 4
 #define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : 16)
 
-/* The kernels of one K (one object file each): [codebook][shape]. */
+/* The kernels of one K (one object file each), by decoder_of the codebook. */
 typedef struct linear_kernels {
-    const void *linear[3][LINEAR_SHAPES];
-    const void *reconstruct[3][2]; /* by x3_cuda_type of the output */
-    const void *dense[3];
+    const void *linear[N_DECODERS][LINEAR_SHAPES];
+    const void *reconstruct[N_DECODERS][2]; /* by x3_cuda_type of the output */
+    const void *dense[N_DECODERS];
 } linear_kernels;
 
 void x3_linear_kernels_k1(linear_kernels *out);

@@ -269,17 +269,13 @@ static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], con
     }
 }
 
-#ifdef X3_DEV_STAMPS
-#define STAMP(i) if (threadIdx.x == 0) ((long long *)((char *)a.counters + 32768))[blockIdx.x * 8 + (i)] = clock64()
-#else
-#define STAMP(i)
-#endif
 /* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
  * of 8 rows. */
 template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
 static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
 {
     constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS, passes = STRIPE_TILES / TILES * N_CHAINS / WARPS;
+    constexpr int tail_unroll = FOLDED ? 1 : STAGE_UNITS;
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
     const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1);
@@ -287,7 +283,7 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     const size_t chain_step = (size_t)N_CHAINS * a.n_stripes * STRIPE_TILES * TILE_WORDS;
     const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_units_in * X3_WARP;
     lane_bits bits = lane_bits_of<X3_K>(lane);
-    ones o = ones_of<CODEBOOK>(lane);
+    ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
     uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
     float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
     uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD)); /* folded alone */
@@ -298,7 +294,6 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     bits.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
     o.b[0] = opaque(o.b[0]);
     o.b[1] = opaque(o.b[1]);
-    STAMP(0);
     release_next_kernel();
     feed f = {};
     segment s = segment_first(first, last, a.n_units_in);
@@ -308,12 +303,9 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
     for (int i = 0; i < a.n_stages - 1; i++)
         feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, chain_step, last, chain, lane);
-    STAMP(1);
     wait_for_previous_kernel();
-    STAMP(2);
     if (FOLDED)
         rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
-    STAMP(3);
 
     int now = 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
@@ -339,25 +331,31 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
                 const uint32_t *stage = ring + now * stage_words;
                 feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, chain_step, last,
                                          chain, lane);
+                if (FOLDED && n_left >= STAGE_UNITS) { /* no branch between units: the compiler interleaves them */
 #pragma unroll
-                for (int u = 0; u < STAGE_UNITS; u++) {
-                    if (u >= n_left)
-                        break;
-                    inputs_load<GROUPS, FOLDED>(from, block_step, in);
-                    from += in_step;
-                    multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
+                    for (int u = 0; u < STAGE_UNITS; u++) {
+                        inputs_load<GROUPS, FOLDED>(from + u * in_step, block_step, in);
+                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
+                    }
+                    from += STAGE_UNITS * in_step;
+                } else {
+#pragma unroll(tail_unroll)
+                    for (int u = 0; u < STAGE_UNITS; u++) {
+                        if (u >= n_left)
+                            break;
+                        inputs_load<GROUPS, FOLDED>(from, block_step, in);
+                        from += in_step;
+                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
+                    }
                 }
                 now = now + 1 == a.n_stages ? 0 : now + 1;
             }
-            STAMP(4);
             add_chains<GROUPS, TILES, WARPS>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
         }
         int from, to;
-        STAMP(5);
         if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
             finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
                           slot_floats, s.stripe, first_row, n_rows, warp, WARPS, lane);
-        STAMP(6);
         if (s.end == last)
             break;
     }
@@ -455,13 +453,14 @@ static __device__ __forceinline__ void fetch_strip(uint32_t *to, const uint32_t 
 /* Wq [n_units * 16][n_stripes * 128], a warp 16 x 128 at a time, the next one's words on the way meanwhile. */
 template <int CODEBOOK, typename OUT>
 static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP) reconstruct(const uint32_t *words, OUT *out, int n_units,
-                                                                            int n_stripes)
+                                                                            int n_stripes, uint32_t multiplier,
+                                                                            uint32_t addend)
 {
     extern __shared__ __align__(16) uint32_t strips[]; /* [warp][2][STRIP_WORDS] */
     __shared__ __align__(16) __half rows[MATRIX_WARPS][X3_TILE * MATRIX_LD];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
-    const ones o = ones_of<CODEBOOK>(lane);
+    const ones o = ones_of<CODEBOOK>(lane, multiplier, addend);
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
     uint32_t *mine = strips + warp * 2 * STRIP_WORDS;
     int now = 0;
@@ -531,13 +530,14 @@ static __device__ __forceinline__ void store_tile(__half *to, const float d[8], 
  * of shared memory and rounded once, it has 16 columns: columns inside tiles, rows between tiles. */
 template <int CODEBOOK>
 static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
-    dense(const uint32_t *words, const uint16_t *suh, const uint16_t *svh, __half *out, int n_units, int n_stripes)
+    dense(const uint32_t *words, const uint16_t *suh, const uint16_t *svh, __half *out, int n_units, int n_stripes,
+          uint32_t multiplier, uint32_t addend)
 {
     extern __shared__ __align__(16) uint32_t strips[]; /* [warp][2][STRIP_WORDS] */
     __shared__ __align__(16) __half rows[X3_HADAMARD * MATRIX_LD];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const lane_bits bits = lane_bits_of<X3_K>(lane);
-    const ones o = ones_of<CODEBOOK>(lane);
+    const ones o = ones_of<CODEBOOK>(lane, multiplier, addend);
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
     uint32_t *mine = strips + warp * 2 * STRIP_WORDS;
     uint32_t signs[2][2]; /* rows in the order of decode_tile, by new rows g and g + 8 */
@@ -616,16 +616,18 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
 
 template <int CODEBOOK> static void fill(linear_kernels *k)
 {
+    const int d = decoder_of((x3_codebook)CODEBOOK);
+
 #define SHAPE(s, folded) \
     (const void *)linear<CODEBOOK, LINEAR_GROUPS(s), LINEAR_TILES(s), LINEAR_WARPS(s), folded>
-    k->linear[CODEBOOK][LINEAR_FOLDED] = SHAPE(LINEAR_FOLDED, true);
-    k->linear[CODEBOOK][LINEAR_16] = SHAPE(LINEAR_16, false);
-    k->linear[CODEBOOK][LINEAR_32] = SHAPE(LINEAR_32, false);
-    k->linear[CODEBOOK][LINEAR_64] = SHAPE(LINEAR_64, false);
+    k->linear[d][LINEAR_FOLDED] = SHAPE(LINEAR_FOLDED, true);
+    k->linear[d][LINEAR_16] = SHAPE(LINEAR_16, false);
+    k->linear[d][LINEAR_32] = SHAPE(LINEAR_32, false);
+    k->linear[d][LINEAR_64] = SHAPE(LINEAR_64, false);
 #undef SHAPE
-    k->reconstruct[CODEBOOK][X3_CUDA_F32] = (const void *)reconstruct<CODEBOOK, float>;
-    k->reconstruct[CODEBOOK][X3_CUDA_F16] = (const void *)reconstruct<CODEBOOK, __half>;
-    k->dense[CODEBOOK] = (const void *)dense<CODEBOOK>;
+    k->reconstruct[d][X3_CUDA_F32] = (const void *)reconstruct<CODEBOOK, float>;
+    k->reconstruct[d][X3_CUDA_F16] = (const void *)reconstruct<CODEBOOK, __half>;
+    k->dense[d] = (const void *)dense<CODEBOOK>;
 }
 
 #define NAME_OF(k) x3_linear_kernels_k##k
@@ -633,7 +635,6 @@ template <int CODEBOOK> static void fill(linear_kernels *k)
 
 void NAME(X3_K)(linear_kernels *out)
 {
-    fill<X3_CB_3INST>(out);
-    fill<X3_CB_MCG>(out);
+    fill<CODEBOOK_SUM>(out);
     fill<X3_CB_MUL1>(out);
 }

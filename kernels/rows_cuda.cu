@@ -11,15 +11,6 @@ static dim3 flat_grid(size_t n)
     return dim3((unsigned)((n + FLAT_THREADS - 1) / FLAT_THREADS));
 }
 
-/* Same result in all lanes, whatever the number of active terms. */
-static __device__ __forceinline__ float warp_sum(float v)
-{
-#pragma unroll
-    for (int lanes = X3_WARP / 2; lanes > 0; lanes /= 2)
-        v += __shfl_xor_sync(X3_ALL_LANES, v, lanes);
-    return v;
-}
-
 /* ---- norm ----------------------------------------------------------------------------------------------------------- */
 
 /* WARPS warps a row, 8 / WARPS rows a block. */
@@ -92,24 +83,6 @@ x3_status x3_cuda_rotate(const x3_cuda_rope *r, x3_cuda_stream stream, x3_err *e
 }
 
 /* ---- activation --------------------------------------------------------------------------------------------------------- */
-
-/* x3_exp_ref, operation by operation. */
-static __device__ __forceinline__ float exp_exact(float x)
-{
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.7f ? 88.7f : x;
-    const float n = rintf(x * 1.44269504088896341f);
-    float r = fmaf(n, -0.693359375f, x);
-    r = fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = fmaf(p, r, 1.3981999507e-3f);
-    p = fmaf(p, r, 8.3334519073e-3f);
-    p = fmaf(p, r, 4.1665795894e-2f);
-    p = fmaf(p, r, 1.6666665459e-1f);
-    p = fmaf(p, r, 5.0000001201e-1f);
-    p = fmaf(p, r * r, r) + 1.0f;
-    return p * __uint_as_float((uint32_t)((int)n + 127) << 23);
-}
 
 static __global__ void __launch_bounds__(FLAT_THREADS) silu_mul(const float *gate, const float *up, size_t n, float *out)
 {

@@ -12,28 +12,6 @@ static dim3 flat_grid(size_t n)
     return dim3((unsigned)((n + FLAT_THREADS - 1) / FLAT_THREADS));
 }
 
-/* What values of at most `largest` (bits of a float, sign off) are multiplied by: they then lie under 2^15. */
-static __device__ __forceinline__ float factor_for(uint32_t largest)
-{
-    const int exponent = (int)(largest >> 23) - 126; /* largest < 2^exponent */
-
-    if (largest == 0 || largest >= 0x7F800000u)
-        return 1;
-    return __int_as_float((min(15 - exponent, 126) + 127) << 23);
-}
-
-/* The inverse of a power of two. */
-static __device__ __forceinline__ float unit_of(float factor)
-{
-    return __int_as_float((254 << 23) - __float_as_int(factor));
-}
-
-static __device__ __forceinline__ void split(float v, __half *high, __half *low)
-{
-    *high = __float2half_rn(v);
-    *low = __float2half_rn(v - __half2float(*high));
-}
-
 /* 4 numbers to two times 8 bytes. */
 static __device__ __forceinline__ void split_4(const float v[4], float factor, uint16_t *high, uint16_t *low)
 {
@@ -41,7 +19,7 @@ static __device__ __forceinline__ void split_4(const float v[4], float factor, u
 
 #pragma unroll
     for (int e = 0; e < 4; e++)
-        split(v[e] * factor, &h[e], &l[e]);
+        split_half(v[e] * factor, &h[e], &l[e]);
     *(uint2 *)high = *(const uint2 *)h;
     if (low != NULL)
         *(uint2 *)low = *(const uint2 *)l;
@@ -79,7 +57,7 @@ static __global__ void __launch_bounds__(SPLIT_WARPS *X3_WARP)
     }
     atomicMax(&largest, __reduce_max_sync(X3_ALL_LANES, mine));
     __syncthreads();
-    const float factor = factor_for(largest);
+    const float factor = half_factor(largest);
     for (size_t b = warp; b < n_blocks; b += SPLIT_WARPS) {
         const size_t i = b * 128 + 4 * lane;
         row_block(v, x, row * ldx, i, n, whole, suh, lane);
@@ -87,7 +65,7 @@ static __global__ void __launch_bounds__(SPLIT_WARPS *X3_WARP)
             split_4(v, factor, high + row * ld + i, low + row * ld + i);
     }
     if (threadIdx.x == 0)
-        unit[row] = unit_of(factor);
+        unit[row] = half_unit(factor);
 }
 
 static bool whole_rows(const float *x, size_t ld)
@@ -135,10 +113,10 @@ static __global__ void __launch_bounds__(FLAT_THREADS)
     load_4(v, x, X3_CUDA_F32, row * ldx, i, n, whole);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        const float factor = factor_for(i + e < n ? largest[i + e] : 0);
-        split(v[e] * factor, &h[e], &l[e]);
+        const float factor = half_factor(i + e < n ? largest[i + e] : 0);
+        split_half(v[e] * factor, &h[e], &l[e]);
         if (row == 0 && i + e < n)
-            unit[i + e] = unit_of(factor);
+            unit[i + e] = half_unit(factor);
     }
     *(uint2 *)(high + row * ld + i) = *(const uint2 *)h;
     *(uint2 *)(low + row * ld + i) = *(const uint2 *)l;
@@ -204,11 +182,11 @@ static __global__ void __launch_bounds__(FLAT_THREADS)
                  const uint32_t *largest, float *unit)
 {
     const size_t at = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x, row = at / (ld / 4), i = at % (ld / 4) * 4;
-    const float factor = factor_for(*largest);
+    const float factor = half_factor(*largest);
     float v[4];
 
     if (at == 0)
-        *unit = unit_of(factor);
+        *unit = half_unit(factor);
     if (row >= n_out)
         return;
     weight_4(v, w, type, row * n_in + i, i < n_in ? n_in - i : 0);
@@ -227,6 +205,26 @@ x3_status x3_cuda_split_weight(const void *d_w, x3_cuda_dense_type type, size_t 
     split_weight<<<flat_grid(n_out * (ld / 4)), FLAT_THREADS, 0, stream>>>(d_w, type, n_out, n_in, d_high, d_low, ld, d_largest,
                                                                            d_unit);
     return x3_cuda_check(cudaGetLastError(), "weight as float16", err);
+}
+
+static __global__ void __launch_bounds__(FLAT_THREADS) dense_floats(const void *w, x3_cuda_dense_type type, size_t n, float *out)
+{
+    const size_t i = ((size_t)blockIdx.x * FLAT_THREADS + threadIdx.x) * 4;
+    float v[4];
+
+    if (i >= n)
+        return;
+    weight_4(v, w, type, i, n - i);
+    store_4(v, out, X3_CUDA_F32, 0, i, n, true);
+}
+
+x3_status x3_cuda_dense_floats(const void *d_w, x3_cuda_dense_type type, size_t n, float *d_out, x3_cuda_stream stream,
+                               x3_err *err)
+{
+    if (n == 0)
+        return X3_OK;
+    dense_floats<<<flat_grid((n + 3) / 4), FLAT_THREADS, 0, stream>>>(d_w, type, n, d_out);
+    return x3_cuda_check(cudaGetLastError(), "weight as float32", err);
 }
 
 /* ---- after the product --------------------------------------------------------------------------------------------------- */

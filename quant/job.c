@@ -340,6 +340,7 @@ static x3_status run_head(x3_job *job, x3_err *err)
     const size_t group = job->plan->n_groups - 1;
     const x3_planned_group *planned = &job->plan->groups[group];
     x3_quant_linear linear = {0};
+    x3_weight dense = {0};
     cJSON *record = NULL, *entries = NULL, *entry = NULL;
     x3_hessian *h = NULL;
     x3_status rc;
@@ -355,7 +356,8 @@ static x3_status run_head(x3_job *job, x3_err *err)
     record = cJSON_CreateObject();
     X3_TRY(rc, out, x3_json_add(record, "groups", entries = cJSON_CreateArray(), err));
     X3_TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
-    X3_TRY(rc, out, x3_job_quantize(job, planned, &linear, 1, "lm_head.input", h, SIZE_MAX, &entry, err));
+    X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_linear_load(&dense, job->dev, job->source, planned->linear, err));
+    X3_TRY(rc, out, x3_job_quantize(job, planned, &dense, &linear, 1, "lm_head.input", h, SIZE_MAX, &entry, err));
     X3_TRY(rc, out, x3_json_add(entries, NULL, entry, err));
     X3_TRY(rc, out, save_record(job, "head", group, 1, record, err));
     rc = add_entries(job, entries, err);

@@ -52,9 +52,9 @@ x3_status x3_job_estimate(x3_job *job, x3_err *err) X3_MUST;
 x3_status x3_job_check_output(x3_job *job, x3_err *err) X3_MUST;
 
 /* job_layer.c: quantizes linears that share the input of h, writes them, puts their receipt entries into entries[0 .. n).
- * The quantized weights stay in `linears` for the caller. */
-x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, x3_quant_linear *linears, size_t n, const char *group,
-                          const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err) X3_MUST;
+ * dense [n]: the source weights in device memory. The quantized weights stay in `linears` for the caller. */
+x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, const x3_weight *dense, x3_quant_linear *linears,
+                          size_t n, const char *group, const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err) X3_MUST;
 /* A layer from statistics to quantized weights, its states on the quantized path included; entries (an array) in the order
  * of the model. */
 x3_status x3_job_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err) X3_MUST;

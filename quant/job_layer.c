@@ -66,8 +66,8 @@ static void note_calibration(const x3_job *job, const char *name, const x3_hessi
                     h->n_rows + h->n_dropped);
 }
 
-x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, x3_quant_linear *linears, size_t n, const char *group,
-                          const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err)
+x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, const x3_weight *dense, x3_quant_linear *linears,
+                          size_t n, const char *group, const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err)
 {
     bool uncalibrated = false;
     x3_status rc = X3_OK;
@@ -75,7 +75,7 @@ x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, x3_quant
     for (size_t i = 0; i < n; i++) {
         const x3_linear_desc *d = planned[i].linear;
         linears[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = planned[i].K};
-        X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_dense_load(&linears[i].d_w, job->dev, job->source, d, err));
+        X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_dense_floats(&linears[i].d_w, job->dev, &dense[i], err));
     }
     X3_TIMED(job, X3_STAGE_QUANTIZE, rc, out,
              x3_quantize_group(job->dev, &job->o.quant, group, h, linears, n, &uncalibrated, err));
@@ -140,7 +140,7 @@ static x3_status quantize_linears(struct layer_work *t, size_t first, size_t end
         if (e >= 0 && (i - (size_t)t->l->moe.first_expert) % 3 != 2)
             input = t->l->linears[t->l->moe.router].input;
         snprintf(group, sizeof group, "%s.input%d", t->l->prefix, input);
-        rc = x3_job_quantize(t->job, t->planned + i, t->linears + i, n, group, x3_layer_stats_hessian(&t->stats, i),
+        rc = x3_job_quantize(t->job, t->planned + i, t->w.linears + i, t->linears + i, n, group, x3_layer_stats_hessian(&t->stats, i),
                              e < 0 ? SIZE_MAX : t->stats.tokens[e], t->entries + i, err);
         i += n;
     }

@@ -185,7 +185,7 @@ static uint64_t head_bytes(const x3_job *job)
     const x3_model *m = job->source->model;
     uint64_t n = x3_round_up(m->hidden, 128), columns = x3_round_up(m->vocab, 128);
 
-    return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 7 * n * columns);
+    return job->allocation.head_K == 0 ? 0 : sizeof(float) * (7 * n * n + 8 * n * columns);
 }
 
 /* Gate and up of experts on their own tokens, unless asked otherwise, or unless that would be too much for one layer. */
@@ -390,32 +390,48 @@ static double routed_part(const x3_model *m, size_t index)
     return (double)l->moe.rule.n_chosen / (double)l->moe.rule.n_experts;
 }
 
-/* Seconds from two short measurements: the encoder on one strip a thread, a matrix product. */
-static x3_status estimate_seconds(x3_job *job, x3_err *err)
+/* Sizes of the two short measurements: enough to occupy a device. */
+struct probe {
+    size_t n_in, n_out; /* of the encoder's */
+    size_t rows, dim;   /* of the product's */
+    float *d_w, *d_q, *d_x, *d_y;
+    double encode, product; /* seconds a weight, seconds an operation */
+};
+
+static x3_status measure(struct probe *t, const x3_job *job, x3_err *err)
 {
-    enum { N_IN = 32, N_OUT = 64, ROWS = 512 };
-    const x3_model *m = job->source->model;
-    float *d_w = NULL, *d_q = NULL, *d_x = NULL, *d_y = NULL;
-    x3_ldlq_job probe = {.codebook = job->o.quant.codebook, .K = 4, .n_out = N_OUT};
-    x3_weight w = {.kind = X3_WEIGHT_F32, .n_in = 512, .n_out = 512, .n_in_padded = 512, .n_out_padded = 512};
-    double weights = 0, layers = 0, start, encode, product;
+    const x3_ldlq_job one = {.codebook = job->o.quant.codebook, .K = 4, .n_out = t->n_out, .d_w = t->d_w, .d_q = t->d_q};
+    const x3_weight w = {.kind = X3_WEIGHT_F32, .n_in = t->dim, .n_out = t->dim, .n_in_padded = t->dim, .n_out_padded = t->dim,
+                         .data = t->d_x};
+    const x3_device_ops *ops = job->dev->ops;
+    double start = x3_seconds();
     x3_status rc;
 
-    X3_TRY(rc, out, x3_device_floats(job->dev, &d_w, N_IN * N_OUT, err));
-    X3_TRY(rc, out, x3_device_floats(job->dev, &d_q, N_IN * N_OUT, err));
-    X3_TRY(rc, out, x3_device_floats(job->dev, &d_x, ROWS * 512, err));
-    X3_TRY(rc, out, x3_device_floats(job->dev, &d_y, ROWS * 512, err));
-    probe.d_w = d_w;
-    probe.d_q = d_q;
-    w.data = d_x;
+    X3_TRY(rc, out, ops->ldlq(job->dev, NULL, t->n_in, &one, 1, err));
+    X3_TRY(rc, out, ops->sync(job->dev, err));
+    t->encode = (x3_seconds() - start) / (double)(t->n_in * t->n_out);
     start = x3_seconds();
-    X3_TRY(rc, out, job->dev->ops->ldlq(job->dev, NULL, N_IN, &probe, 1, err));
-    X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
-    encode = (x3_seconds() - start) / (N_IN * N_OUT);
-    start = x3_seconds();
-    X3_TRY(rc, out, job->dev->ops->linear(job->dev, &w, d_x, 512, ROWS, d_y, 512, err));
-    X3_TRY(rc, out, job->dev->ops->sync(job->dev, err));
-    product = (x3_seconds() - start) / (2.0 * ROWS * 512 * 512);
+    X3_TRY(rc, out, ops->linear(job->dev, &w, t->d_x, t->dim, t->rows, t->d_y, t->dim, err));
+    X3_TRY(rc, out, ops->sync(job->dev, err));
+    t->product = (x3_seconds() - start) / (2.0 * (double)(t->rows * t->dim * t->dim));
+out:
+    return rc;
+}
+
+static x3_status estimate_seconds(x3_job *job, x3_err *err)
+{
+    const x3_model *m = job->source->model;
+    const bool large = job->dev->capacity_bytes > 0;
+    struct probe t = {.n_in = 32, .n_out = large ? 8192 : 64, .rows = large ? 4096 : 512, .dim = large ? 2048 : 512};
+    double weights = 0, layers = 0;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_w, t.n_in * t.n_out, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_q, t.n_in * t.n_out, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_x, t.rows * t.dim, err));
+    X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_y, t.rows * t.dim, err));
+    for (int i = 0; i < (large ? 2 : 1); i++) /* a GPU loads its kernels the first time */
+        X3_TRY(rc, out, measure(&t, job, err));
     for (size_t i = 0; i < job->plan->n_groups; i++) {
         const x3_linear_desc *d = job->plan->groups[i].linear;
         double n = (double)x3_round_up(d->n_in, 128) * (double)x3_round_up(d->n_out, 128);
@@ -424,12 +440,14 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
         if (d != &m->head) /* three runs of the layer, and second moments about as dear as one */
             layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
-    job->summary.seconds = encode * weights + product * layers;
+    job->summary.seconds = t.encode * weights + t.product * layers;
+    job->dev->peak_bytes = 0; /* the job's own peak counts from here; what is still held counts with the next allocation */
 out:
-    x3_device_free(job->dev, d_w);
-    x3_device_free(job->dev, d_q);
-    x3_device_free(job->dev, d_x);
-    x3_device_free(job->dev, d_y);
+    x3_device_free(job->dev, t.d_w);
+    x3_device_free(job->dev, t.d_q);
+    x3_device_free(job->dev, t.d_x);
+    x3_device_free(job->dev, t.d_y);
+    job->dev->peak_bytes = job->dev->used_bytes; /* the peak that counts is the job's */
     return rc;
 }
 

@@ -272,6 +272,9 @@ typedef struct x3_device_ops {
      * X3_ERR_NUMERIC when a is not positive definite. */
     x3_status (*block_ldl)(x3_device *dev, float *d_a, size_t n, x3_err *err);
 
+    /* out [n_out][n_in] = a dense weight as float32. */
+    x3_status (*dense_floats)(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
+
     /* ---- element-wise and per row or column; x [n_rows][n_cols] without gaps ---- */
     /* out [n_in_padded][n_out_padded] = transpose of w [n_out][n_in], zero outside. */
     x3_status (*transpose_pad)(x3_device *dev, const float *d_w, size_t n_out, size_t n_in, float *d_out,

@@ -433,6 +433,7 @@ static const x3_device_ops cpu_ops = {
     .mirror = x3_cpu_mirror,
     .spd_solve = x3_cpu_spd_solve,
     .block_ldl = x3_cpu_block_ldl,
+    .dense_floats = x3_cpu_dense_floats,
     .transpose_pad = x3_cpu_transpose_pad,
     .scale_rows = x3_cpu_scale_rows,
     .scale_cols = x3_cpu_scale_cols,

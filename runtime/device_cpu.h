@@ -67,6 +67,7 @@ x3_status x3_cpu_mirror(x3_device *dev, float *a, size_t n, x3_err *err);
 x3_status x3_cpu_spd_solve(x3_device *dev, const float *a, size_t n, float *b, size_t m, x3_err *err);
 x3_status x3_cpu_block_ldl(x3_device *dev, float *a, size_t n, x3_err *err);
 /* device_cpu_matrix.c */
+x3_status x3_cpu_dense_floats(x3_device *dev, const x3_weight *w, float *out, x3_err *err);
 x3_status x3_cpu_transpose_pad(x3_device *dev, const float *w, size_t n_out, size_t n_in, float *out,
                                size_t n_out_padded, size_t n_in_padded, x3_err *err);
 x3_status x3_cpu_scale_rows(x3_device *dev, float *x, size_t n_rows, size_t n_cols, const float *s, x3_err *err);

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "formats/safetensors.h"
 #include "kernels/linear_cpu.h"
 #include "runtime/device_cpu.h"
 
@@ -21,6 +22,34 @@ struct matrix_work {
 static size_t strips(size_t n)
 {
     return (n + STRIP - 1) / STRIP;
+}
+
+#define FLOATS 65536 /* of a weight, an item */
+
+static void floats_item(void *arg, size_t item, int thread)
+{
+    const struct matrix_work *t = arg;
+    const x3_weight *w = t->w;
+    const size_t first = item * FLOATS, end = x3_min_size(w->n_out * w->n_in, first + FLOATS);
+
+    (void)thread;
+    if (w->kind == X3_WEIGHT_F32)
+        memcpy(t->out + first, (const float *)w->data + first, (end - first) * sizeof(float));
+    else if (w->kind == X3_WEIGHT_BF16)
+        for (size_t i = first; i < end; i++)
+            t->out[i] = x3_bf16_to_f32(((const uint16_t *)w->data)[i]);
+    else
+        for (size_t i = first; i < end; i++)
+            t->out[i] = x3_f16_to_f32(((const uint16_t *)w->data)[i]);
+}
+
+x3_status x3_cpu_dense_floats(x3_device *dev, const x3_weight *w, float *out, x3_err *err)
+{
+    struct matrix_work t = {.w = w, .out = out};
+
+    (void)err;
+    x3_pool_run(x3_cpu(dev)->pool, (w->n_out * w->n_in + FLOATS - 1) / FLOATS, floats_item, &t);
+    return X3_OK;
 }
 
 static void transpose_item(void *arg, size_t item, int thread)

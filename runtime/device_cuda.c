@@ -164,6 +164,19 @@ static x3_status out_of_memory(x3_device_cuda *cuda, size_t n_bytes, x3_err *err
                    cuda->info.name, n_bytes, n_free, total, cuda->base.used_bytes);
 }
 
+/* From the driver's pool: a job allocates and frees by the ten thousands, and what a layer needed the next one does too. */
+static cudaError_t take_from_pool(x3_device_cuda *cuda, void **p, size_t n_bytes)
+{
+    cudaError_t error = cudaMallocAsync(p, n_bytes == 0 ? 1 : n_bytes, cuda->stream);
+
+    if (error != cudaErrorMemoryAllocation)
+        return error;
+    (void)cudaGetLastError();
+    (void)cudaStreamSynchronize(cuda->stream); /* what is free but in pieces goes back */
+    (void)cudaMemPoolTrimTo(cuda->pool, 0);
+    return cudaMallocAsync(p, n_bytes == 0 ? 1 : n_bytes, cuda->stream);
+}
+
 static x3_status cuda_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err)
 {
     x3_device_cuda *cuda = x3_cuda(dev);
@@ -172,7 +185,7 @@ static x3_status cuda_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *
 
     *out = NULL;
     X3_TRY(rc, out, grow_blocks(cuda, err));
-    cudaError_t error = cudaMalloc(&b.p, n_bytes == 0 ? 1 : n_bytes);
+    cudaError_t error = take_from_pool(cuda, &b.p, n_bytes);
     if (error == cudaErrorMemoryAllocation)
         return out_of_memory(cuda, n_bytes, err);
     X3_TRY(rc, out, x3_cuda_result(error, "allocating memory", err));
@@ -188,7 +201,7 @@ out:
 static void cuda_free(x3_device *dev, void *p)
 {
     dev->used_bytes -= take_block(x3_cuda(dev), p);
-    (void)cudaFree(p); /* waits for the work that uses it */
+    (void)cudaFreeAsync(p, x3_cuda(dev)->stream); /* after the work that uses it */
 }
 
 x3_status x3_cuda_reserve(x3_device_cuda *cuda, x3_cuda_buffer *buffer, size_t n_bytes, x3_err *err)
@@ -253,6 +266,7 @@ static uint64_t cuda_own_bytes(const x3_device *dev, size_t n_in, size_t n_out, 
     uint64_t most = x3_cuda_linear_scratch(n_in, n_out, n_rows);
 
     most = x3_max_size(most, x3_cuda_algebra_scratch(cuda, n_in));
+    most = x3_max_size(most, X3_CUDA_PART_BYTES + 4096);
     most = x3_max_size(most, x3_cuda_ldlq_scratch(&cuda->info, n_in, n_out));
     return most + ((uint64_t)64 << 20) + 2 * (uint64_t)n_rows * sizeof(int32_t); /* workspace of cuBLAS; tables of batches */
 }
@@ -270,9 +284,14 @@ static void cuda_destroy(x3_device *dev)
     free_spans(cuda);
     for (size_t i = 0; i < cuda->block_capacity; i++)
         if (cuda->blocks[i].p != NULL)
-            (void)cudaFree(cuda->blocks[i].p);
-    if (cuda->stream != NULL)
+            (void)cudaFreeAsync(cuda->blocks[i].p, cuda->stream);
+    if (cuda->stream != NULL) {
+        (void)cudaStreamSynchronize(cuda->stream);
+        if (cuda->pool != NULL)
+            (void)cudaMemPoolTrimTo(cuda->pool, 0);
         (void)cudaStreamDestroy(cuda->stream);
+    }
+    x3_cuda_experts_free(cuda);
     free(cuda->blocks);
     free(cuda->table);
     free(cuda);
@@ -315,6 +334,42 @@ TIMED(attention, x3_cuda_op_attention, X3_WORK_ATTENTION,
       (x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
 TIMED(silu_mul, x3_cuda_op_silu_mul, X3_WORK_ROWS,
       (x3_device *dev, const float *d_gate, const float *d_up, size_t n, float *d_out, x3_err *err), (dev, d_gate, d_up, n, d_out, err))
+TIMED(copy_heads, x3_cuda_op_copy_heads, X3_WORK_ROWS,
+      (x3_device *dev, float *d_to, size_t ld_to, size_t stride_to, const float *d_from, size_t ld_from, size_t stride_from,
+       size_t n_rows, size_t n_heads, size_t n_cols, x3_err *err),
+      (dev, d_to, ld_to, stride_to, d_from, ld_from, stride_from, n_rows, n_heads, n_cols, err))
+TIMED(layer_norm, x3_cuda_op_layer_norm, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, size_t n_rows, size_t n, const float *d_weight, const float *d_bias, float eps, x3_err *err),
+      (dev, d_x, n_rows, n, d_weight, d_bias, eps, err))
+TIMED(sigmoid_mul, x3_cuda_op_sigmoid_mul, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_gate, size_t n, x3_err *err),
+      (dev, d_x, d_gate, n, err))
+TIMED(sigmoid_scale, x3_cuda_op_sigmoid_scale, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, const float *d_gate, size_t n_rows, size_t n, x3_err *err), (dev, d_x, d_gate, n_rows, n, err))
+TIMED(linear_heads, x3_cuda_op_linear_heads, X3_WORK_LINEAR, (x3_device *dev, const x3_heads_args *args, x3_err *err),
+      (dev, args, err))
+TIMED(select, x3_cuda_op_select, X3_WORK_ATTENTION,
+      (x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(conv_silu, x3_cuda_op_conv_silu, X3_WORK_ROWS,
+      (x3_device *dev, const x3_conv_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(delta_rule, x3_cuda_op_delta_rule, X3_WORK_ATTENTION,
+      (x3_device *dev, const x3_delta_args *args, const x3_batch *batch, x3_err *err), (dev, args, batch, err))
+TIMED(route, x3_cuda_op_route, X3_WORK_ROWS,
+      (x3_device *dev, const x3_route_rule *rule, const float *d_logits, const float *d_correction, size_t n_rows, int32_t *d_ids,
+       float *d_weights, x3_err *err),
+      (dev, rule, d_logits, d_correction, n_rows, d_ids, d_weights, err))
+TIMED(group_rows, x3_cuda_op_group_rows, X3_WORK_ROWS,
+      (x3_device *dev, const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts, int32_t *d_first, int32_t *d_rows,
+       int32_t *d_slots, x3_err *err),
+      (dev, d_ids, n_rows, n_chosen, n_experts, d_first, d_rows, d_slots, err))
+TIMED(gather_rows, x3_cuda_op_gather_rows, X3_WORK_ROWS,
+      (x3_device *dev, const float *d_x, const int32_t *d_rows, size_t n_rows, size_t n, float *d_out, x3_err *err),
+      (dev, d_x, d_rows, n_rows, n, d_out, err))
+TIMED(expert_linear, x3_cuda_op_expert_linear, X3_WORK_LINEAR, (x3_device *dev, const x3_expert_args *args, x3_err *err),
+      (dev, args, err))
+TIMED(combine_rows, x3_cuda_op_combine_rows, X3_WORK_ROWS,
+      (x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows, size_t n_chosen, size_t n,
+       bool add, float *d_out, x3_err *err),
+      (dev, d_y, d_slots, d_weights, n_rows, n_chosen, n, add, d_out, err))
 TIMED(add, x3_cuda_op_add, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err),
       (dev, d_x, d_y, n, err))
 TIMED(score, x3_cuda_op_score, X3_WORK_SCORE,
@@ -360,6 +415,7 @@ static const x3_device_ops cuda_ops = {
     .download = timed_download,
     .copy = timed_copy,
     .copy_2d = timed_copy_2d,
+    .copy_heads = timed_copy_heads,
     .zero = cuda_zero,
     .sync = cuda_sync,
     .linear = timed_linear,
@@ -368,6 +424,18 @@ static const x3_device_ops cuda_ops = {
     .kv_append = timed_kv_append,
     .attention = timed_attention,
     .silu_mul = timed_silu_mul,
+    .layer_norm = timed_layer_norm,
+    .sigmoid_mul = timed_sigmoid_mul,
+    .linear_heads = timed_linear_heads,
+    .select = timed_select,
+    .conv_silu = timed_conv_silu,
+    .delta_rule = timed_delta_rule,
+    .sigmoid_scale = timed_sigmoid_scale,
+    .route = timed_route,
+    .group_rows = timed_group_rows,
+    .gather_rows = timed_gather_rows,
+    .expert_linear = timed_expert_linear,
+    .combine_rows = timed_combine_rows,
     .add = timed_add,
     .score = timed_score,
     .gram = timed_gram,
@@ -377,6 +445,7 @@ static const x3_device_ops cuda_ops = {
     .mirror = x3_cuda_op_mirror,
     .spd_solve = timed_spd_solve,
     .block_ldl = timed_block_ldl,
+    .dense_floats = x3_cuda_op_dense_floats,
     .transpose_pad = timed_transpose_pad,
     .scale_rows = x3_cuda_op_scale_rows,
     .scale_cols = x3_cuda_op_scale_cols,
@@ -394,6 +463,18 @@ static const x3_device_ops cuda_ops = {
 
 #define BLAS_WORKSPACE ((size_t)64 << 20)
 
+/* Freed memory stays with the pool until the device is closed, or until something does not fit. */
+static x3_status open_pool(x3_device_cuda *cuda, x3_err *err)
+{
+    uint64_t keep = UINT64_MAX;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_cuda_result(cudaDeviceGetDefaultMemPool(&cuda->pool, cuda->info.device), "opening the memory pool", err));
+    rc = x3_cuda_result(cudaMemPoolSetAttribute(cuda->pool, cudaMemPoolAttrReleaseThreshold, &keep), "keeping memory", err);
+out:
+    return rc;
+}
+
 /* Stream, handles and the workspace of cuBLAS, fixed so that its choices do not depend on what is free. */
 static x3_status open_libraries(x3_device_cuda *cuda, x3_err *err)
 {
@@ -401,6 +482,7 @@ static x3_status open_libraries(x3_device_cuda *cuda, x3_err *err)
 
     X3_TRY(rc, out, x3_cuda_libraries_load(err));
     X3_TRY(rc, out, x3_cuda_result(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "creating a stream", err));
+    X3_TRY(rc, out, open_pool(cuda, err));
     X3_TRY(rc, out, x3_cuda_blas_result(cublasCreate(&cuda->blas), "opening", err));
     X3_TRY(rc, out, x3_cuda_blas_result(cublasSetStream(cuda->blas, cuda->stream), "choosing the stream", err));
     X3_TRY(rc, out, cuda_alloc(&cuda->base, &cuda->blas_workspace, BLAS_WORKSPACE, err));

@@ -22,6 +22,7 @@ typedef struct x3_device_cuda {
     x3_device base;
     x3_cuda_info info;
     cudaStream_t stream;
+    cudaMemPool_t pool;
     cublasHandle_t blas;
     cusolverDnHandle_t solver;
     x3_cuda_buffer scratch, linear; /* linear: begins with the counters of x3_cuda_linear, zero between calls */
@@ -44,6 +45,10 @@ typedef struct x3_device_cuda {
     int32_t *table;
     size_t table_capacity, table_words;
     x3_cuda_buffer d_table;
+
+    /* Weights of experts as the device knows them, by what they are: device_cuda_moe.c. */
+    struct x3_cuda_experts *experts;
+    size_t n_experts;
 } x3_device_cuda;
 
 static inline x3_device_cuda *x3_cuda(x3_device *dev)
@@ -80,14 +85,25 @@ typedef struct x3_cuda_product {
 
 x3_status x3_cuda_multiply_f16(x3_device_cuda *cuda, const x3_cuda_product *p, x3_err *err) X3_MUST;
 
+/* Scratch of an operation that takes its rows in parts, one row at least: rotated inputs of experts, scores of positions. */
+#define X3_CUDA_PART_BYTES ((size_t)256 << 20)
+
 /* Scratch at most, for the shapes of x3_device_ops.own_bytes. */
 uint64_t x3_cuda_linear_scratch(size_t n_in, size_t n_out, size_t n_rows);
 uint64_t x3_cuda_algebra_scratch(x3_device_cuda *cuda, size_t n);
 uint64_t x3_cuda_ldlq_scratch(const x3_cuda_info *info, size_t n_in, size_t n_out);
 
+/* Tells the device about a batch; the one it knows already costs nothing. */
+x3_status x3_cuda_describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_batch *out, x3_err *err) X3_MUST;
+/* Of a dense weight. */
+x3_cuda_dense_type x3_cuda_type_of(const x3_weight *w);
+/* Host memory of the tables of experts; the device's goes with the device. */
+void x3_cuda_experts_free(x3_device_cuda *cuda);
+
 /* Operations of the table, by file: device_cuda_forward.c. */
 x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
                             size_t ldy, x3_err *err);
+x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
 x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
                               float eps, float *d_out, size_t ldo, x3_err *err);
 x3_status x3_cuda_op_rope(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err);
@@ -124,6 +140,28 @@ x3_status x3_cuda_op_hadamard_rows(x3_device *dev, float *d_x, size_t n_rows, si
 x3_status x3_cuda_op_hadamard_cols(x3_device *dev, float *d_x, size_t n_rows, size_t n_cols, x3_err *err);
 x3_status x3_cuda_op_ldlq(x3_device *dev, const float *d_l, size_t n_in, const x3_ldlq_job *jobs, size_t n_jobs, x3_err *err);
 x3_status x3_cuda_op_decode(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
+
+/* device_cuda_moe.c */
+x3_status x3_cuda_op_sigmoid_scale(x3_device *dev, float *d_x, const float *d_gate, size_t n_rows, size_t n, x3_err *err);
+x3_status x3_cuda_op_route(x3_device *dev, const x3_route_rule *rule, const float *d_logits, const float *d_correction,
+                           size_t n_rows, int32_t *d_ids, float *d_weights, x3_err *err);
+x3_status x3_cuda_op_group_rows(x3_device *dev, const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts,
+                                int32_t *d_first, int32_t *d_rows, int32_t *d_slots, x3_err *err);
+x3_status x3_cuda_op_gather_rows(x3_device *dev, const float *d_x, const int32_t *d_rows, size_t n_rows, size_t n, float *d_out,
+                                 x3_err *err);
+x3_status x3_cuda_op_expert_linear(x3_device *dev, const x3_expert_args *args, x3_err *err);
+x3_status x3_cuda_op_combine_rows(x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows,
+                                  size_t n_chosen, size_t n, bool add, float *d_out, x3_err *err);
+/* device_cuda_mixers.c */
+x3_status x3_cuda_op_copy_heads(x3_device *dev, float *d_to, size_t ld_to, size_t stride_to, const float *d_from, size_t ld_from,
+                                size_t stride_from, size_t n_rows, size_t n_heads, size_t n_cols, x3_err *err);
+x3_status x3_cuda_op_layer_norm(x3_device *dev, float *d_x, size_t n_rows, size_t n, const float *d_weight, const float *d_bias,
+                                float eps, x3_err *err);
+x3_status x3_cuda_op_sigmoid_mul(x3_device *dev, float *d_x, const float *d_gate, size_t n, x3_err *err);
+x3_status x3_cuda_op_linear_heads(x3_device *dev, const x3_heads_args *args, x3_err *err);
+x3_status x3_cuda_op_select(x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err);
+x3_status x3_cuda_op_conv_silu(x3_device *dev, const x3_conv_args *args, const x3_batch *batch, x3_err *err);
+x3_status x3_cuda_op_delta_rule(x3_device *dev, const x3_delta_args *args, const x3_batch *batch, x3_err *err);
 
 /* cuda_libraries.c: loads cuBLAS and cuSOLVER; without them X3_ERR_DEVICE that names the file. Every function of theirs
  * that we call is defined there and forwards, so that a program starts on machines that lack them. */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cuda_mixers.h"
 #include "runtime/device_cuda.h"
 
 #define CHUNK_ROWS 8192 /* of a linear at a time */
@@ -25,7 +26,7 @@ x3_status x3_cuda_multiply_f16(x3_device_cuda *cuda, const x3_cuda_product *p, x
 
 /* ---- linear ---- */
 
-static x3_cuda_dense_type dense_type(const x3_weight *w)
+x3_cuda_dense_type x3_cuda_type_of(const x3_weight *w)
 {
     return w->kind == X3_WEIGHT_BF16 ? X3_CUDA_DENSE_BF16 : w->kind == X3_WEIGHT_F16 ? X3_CUDA_DENSE_F16 : X3_CUDA_DENSE_F32;
 }
@@ -86,7 +87,7 @@ static x3_status dense_linear(x3_device_cuda *cuda, const x3_weight *w, const fl
         high = x3_cuda_carve(&cuda->scratch, &at, w_bytes);
         if (both)
             low = x3_cuda_carve(&cuda->scratch, &at, w_bytes);
-        X3_TRY(rc, out, x3_cuda_split_weight(w->data, dense_type(w), w->n_out, w->n_in, high, low, ld, largest, unit, cuda->stream,
+        X3_TRY(rc, out, x3_cuda_split_weight(w->data, x3_cuda_type_of(w), w->n_out, w->n_in, high, low, ld, largest, unit, cuda->stream,
                                              err));
         t.w_high = high;
         t.w_low = low;
@@ -148,7 +149,7 @@ static x3_status invariant_linear(x3_device_cuda *cuda, const x3_weight *w, cons
     x3_status rc;
 
     if (w->kind != X3_WEIGHT_EXL3)
-        return x3_cuda_dense_rows(w->data, dense_type(w), w->n_out, w->n_in, w->bias, d_x, ldx, n_rows, d_y, ldy, cuda->stream, err);
+        return x3_cuda_dense_rows(w->data, x3_cuda_type_of(w), w->n_out, w->n_in, w->bias, d_x, ldx, n_rows, d_y, ldy, cuda->stream, err);
     X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->linear, x3_cuda_linear_bytes(&cuda->info, &g, x3_min_size(n_rows, 128)), err));
     if (cuda->linear.n_bytes != before) /* the clearing of new memory was queued on this stream */
         X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
@@ -182,6 +183,11 @@ x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x
     return dense ? dense_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err) : exl3_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err);
 }
 
+x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err)
+{
+    return x3_cuda_dense_floats(w->data, x3_cuda_type_of(w), w->n_out * w->n_in, d_out, x3_cuda(dev)->stream, err);
+}
+
 /* ---- rows ---- */
 
 x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
@@ -211,14 +217,17 @@ x3_status x3_cuda_op_add(x3_device *dev, float *d_x, const float *d_y, size_t n,
 
 /* ---- attention ---- */
 
+/* A layer without a cache of keys needs no pages. */
 static size_t pages_of(const x3_sequence *s)
 {
-    return (s->position + s->n_rows + X3_KV_PAGE - 1) / X3_KV_PAGE;
+    return s->pages == NULL ? 0 : (s->position + s->n_rows + X3_KV_PAGE - 1) / X3_KV_PAGE;
 }
+
+#define SEQUENCE_WORDS (sizeof(x3_cuda_sequence) / sizeof(int32_t))
 
 static size_t table_words(const x3_batch *batch)
 {
-    size_t n = batch->n_rows + 4 * batch->n_sequences;
+    size_t n = batch->n_rows + SEQUENCE_WORDS * batch->n_sequences;
 
     for (size_t i = 0; i < batch->n_sequences; i++)
         n += pages_of(&batch->sequences[i]);
@@ -229,21 +238,24 @@ static size_t table_words(const x3_batch *batch)
 static void fill_table(int32_t *to, const x3_batch *batch)
 {
     x3_cuda_sequence *sequences = (x3_cuda_sequence *)to;
-    int32_t *row_sequence = to + 4 * batch->n_sequences, *pages = row_sequence + batch->n_rows;
+    int32_t *row_sequence = to + SEQUENCE_WORDS * batch->n_sequences, *pages = row_sequence + batch->n_rows;
     size_t n_pages = 0;
 
+    for (size_t r = 0; r < batch->n_rows; r++)
+        row_sequence[r] = -1;
     for (size_t i = 0; i < batch->n_sequences; i++) {
         const x3_sequence *s = &batch->sequences[i];
-        sequences[i] = (x3_cuda_sequence){(int32_t)s->first_row, (int32_t)s->n_rows, (int32_t)s->position, (int32_t)n_pages};
+        sequences[i] = (x3_cuda_sequence){(int32_t)s->first_row, (int32_t)s->n_rows, (int32_t)s->position, (int32_t)n_pages,
+                                          (int32_t)s->slot};
         for (size_t r = 0; r < s->n_rows; r++)
             row_sequence[s->first_row + r] = (int32_t)i;
-        memcpy(pages + n_pages, s->pages, pages_of(s) * sizeof *pages);
+        if (s->pages != NULL)
+            memcpy(pages + n_pages, s->pages, pages_of(s) * sizeof *pages);
         n_pages += pages_of(s);
     }
 }
 
-/* Tells the device about a batch; the one it knows already costs nothing. */
-static x3_status describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_batch *out, x3_err *err)
+x3_status x3_cuda_describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_batch *out, x3_err *err)
 {
     const size_t n = table_words(batch);
     int32_t *table = NULL;
@@ -264,8 +276,9 @@ static x3_status describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_b
     }
     const int32_t *d = cuda->d_table.p;
     *out = (x3_cuda_batch){.n_rows = batch->n_rows, .n_sequences = batch->n_sequences,
-                           .d_sequences = (const x3_cuda_sequence *)d, .d_row_sequence = d + 4 * batch->n_sequences,
-                           .d_positions = batch->d_positions, .d_pages = d + 4 * batch->n_sequences + batch->n_rows};
+                           .d_sequences = (const x3_cuda_sequence *)d, .d_row_sequence = d + SEQUENCE_WORDS * batch->n_sequences,
+                           .d_positions = batch->d_positions,
+                           .d_pages = d + SEQUENCE_WORDS * batch->n_sequences + batch->n_rows};
     for (size_t i = 0; i < batch->n_sequences; i++)
         out->longest = x3_max_size(out->longest, batch->sequences[i].n_rows);
 out:
@@ -284,7 +297,7 @@ x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
 {
     const x3_cuda_kv cache = kv_of(kv);
     x3_cuda_batch b;
-    x3_status rc = describe(x3_cuda(dev), batch, &b, err);
+    x3_status rc = x3_cuda_describe(x3_cuda(dev), batch, &b, err);
 
     return rc == X3_OK ? x3_cuda_kv_append(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err) : rc;
 }
@@ -294,9 +307,13 @@ x3_status x3_cuda_op_attention(x3_device *dev, const x3_attention_args *args, co
     const x3_cuda_attention a = {.d_q = args->d_q, .d_out = args->d_out, .n_heads = args->n_heads, .kv = kv_of(args->kv),
                                  .scale = args->scale, .window = args->window, .d_sinks = args->d_sinks};
     x3_cuda_batch b;
-    x3_status rc = describe(x3_cuda(dev), batch, &b, err);
+    x3_status rc = x3_cuda_describe(x3_cuda(dev), batch, &b, err);
 
-    return rc == X3_OK ? x3_cuda_attend(&a, &b, x3_cuda(dev)->stream, err) : rc;
+    if (rc != X3_OK)
+        return rc;
+    if (args->d_selected != NULL)
+        return x3_cuda_attend_selected(&a, args->d_selected, args->n_selected, &b, x3_cuda(dev)->stream, err);
+    return x3_cuda_attend(&a, &b, x3_cuda(dev)->stream, err);
 }
 
 /* ---- score ---- */

@@ -61,6 +61,7 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     *out = NULL;
     X3_TRY(rc, out, x3_alloc(&r, 1, sizeof *r, err));
     r->dev = dev;
+    dev->row_invariant = true; /* a sequence gets the same logits whatever others are served with it */
     r->c = c;
     r->o = *o;
     X3_TRY(rc, out, load_model(r, err));

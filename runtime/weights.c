@@ -80,22 +80,13 @@ out:
     return rc;
 }
 
-x3_status x3_dense_load(const float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
+x3_status x3_dense_floats(const float **d_out, x3_device *dev, const x3_weight *w, x3_err *err)
 {
-    const size_t n = desc->n_out * desc->n_in;
-    float *host = NULL, *device = NULL;
-    x3_status rc;
+    float *d = NULL;
+    x3_status rc = x3_device_floats(dev, &d, w->n_out * w->n_in, err);
 
-    *d_out = NULL;
-    X3_TRY(rc, out, x3_alloc(&host, n, sizeof *host, err));
-    X3_TRY(rc, out, x3_dense_read(c, desc, 0, desc->n_out, host, err));
-    X3_TRY(rc, out, x3_device_floats(dev, &device, n, err));
-    *d_out = device;
-    X3_TRY(rc, out, dev->ops->upload(dev, device, host, n * sizeof *host, err));
-    rc = dev->ops->sync(dev, err);
-out:
-    free(host);
-    return rc;
+    *d_out = d;
+    return rc == X3_OK ? dev->ops->dense_floats(dev, w, d, err) : rc;
 }
 
 x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err)

@@ -30,9 +30,8 @@ x3_status x3_vector_load(float **d_out, x3_device *dev, const x3_checkpoint *c, 
 /* Outputs [first, first + n_rows) of a dense weight as float32 in host memory, [n_rows][n_in], FP8 scales applied. */
 x3_status x3_dense_read(const x3_checkpoint *c, const x3_linear_desc *desc, size_t first, size_t n_rows, float *out,
                         x3_err *err) X3_MUST;
-/* The whole of it in device memory, [n_out][n_in]. */
-x3_status x3_dense_load(const float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc,
-                        x3_err *err) X3_MUST;
+/* A dense weight as float32 in device memory, [n_out][n_in]; the caller frees it. */
+x3_status x3_dense_floats(const float **d_out, x3_device *dev, const x3_weight *w, x3_err *err) X3_MUST;
 /* out [n][hidden] = rows of the embedding. An id past the vocabulary is an error. */
 x3_status x3_embed(const x3_checkpoint *c, const int32_t *ids, size_t n, float *out, x3_err *err) X3_MUST;
 

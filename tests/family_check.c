@@ -71,18 +71,25 @@ float *x3_test_logits(x3_device *dev, const x3_checkpoint *c, const int32_t *ids
 {
     const size_t hidden = c->model->hidden, vocab = c->model->vocab;
     float *states = malloc(n_ids * hidden * sizeof *states), *logits = malloc(n * vocab * sizeof *logits);
+    float *d_states = NULL, *d_logits = NULL;
     x3_weight head = {0};
     x3_err err = {0};
 
     CHECK_OK(x3_stream_hidden(dev, c, ids, 1, n_ids, states, NULL, &err), &err);
     CHECK_OK(x3_linear_load(&head, dev, c, &c->model->head, &err), &err);
-    CHECK_OK(dev->ops->linear(dev, &head, states, hidden * step, n, logits, vocab, &err), &err);
+    CHECK_OK(x3_device_floats(dev, &d_states, n_ids * hidden, &err), &err);
+    CHECK_OK(x3_device_floats(dev, &d_logits, n * vocab, &err), &err);
+    CHECK_OK(dev->ops->upload(dev, d_states, states, n_ids * hidden * sizeof *states, &err), &err);
+    CHECK_OK(dev->ops->linear(dev, &head, d_states, hidden * step, n, d_logits, vocab, &err), &err);
+    CHECK_OK(dev->ops->download(dev, logits, d_logits, n * vocab * sizeof *logits, &err), &err);
     x3_linear_free(&head, dev);
+    x3_device_free(dev, d_states);
+    x3_device_free(dev, d_logits);
     free(states);
     return logits;
 }
 
-static reference open_reference(const char *dir)
+reference x3_test_folder_reference(const char *dir)
 {
     char file[1024];
 
@@ -92,7 +99,7 @@ static reference open_reference(const char *dir)
 
 void x3_test_family_logits(const char *dir, double bound)
 {
-    reference r = open_reference(dir);
+    reference r = x3_test_folder_reference(dir);
     x3_checkpoint *c = x3_test_open_model(dir);
     x3_device *dev = x3_test_open_device();
     float *logits = x3_test_logits(dev, c, r.ids, r.n_ids, r.step, r.n_logits);
@@ -127,12 +134,11 @@ static double feed(x3_generator *g, const int32_t *ids, size_t from, size_t n, c
     return worst;
 }
 
-void x3_test_family_decoding(const char *dir, double bound)
+void x3_test_family_decoding_on(x3_device *dev, const char *dir, double bound)
 {
     static const size_t pieces[] = {1, 7, 2, 19, 3};
-    reference r = open_reference(dir);
+    reference r = x3_test_folder_reference(dir);
     x3_checkpoint *c = x3_test_open_model(dir);
-    x3_device *dev = x3_test_open_device();
     float *full = x3_test_logits(dev, c, r.ids, r.n_ids, 1, r.n_ids), *logits = malloc(r.vocab * sizeof *logits);
     const size_t kept = r.n_ids / 2 - 5;
     x3_generator *g = NULL;
@@ -158,6 +164,13 @@ void x3_test_family_decoding(const char *dir, double bound)
     free(full);
     free(logits);
     x3_test_reference_free(&r);
-    x3_device_close(dev);
     x3_checkpoint_close(c);
+}
+
+void x3_test_family_decoding(const char *dir, double bound)
+{
+    x3_device *dev = x3_test_open_device();
+
+    x3_test_family_decoding_on(dev, dir, bound);
+    x3_device_close(dev);
 }

@@ -13,6 +13,8 @@ typedef struct reference {
 } reference;
 
 reference x3_test_reference(const char *file, const char *ids_name, const char *logits_name);
+/* Of reference_logits.safetensors.ref in a model folder. */
+reference x3_test_folder_reference(const char *dir);
 void x3_test_reference_free(reference *r);
 
 x3_checkpoint *x3_test_open_model(const char *dir);
@@ -25,5 +27,6 @@ void x3_test_family_logits(const char *dir, double bound);
 /* Feeds the reference's ids token by token, then cuts the cache back and feeds uneven pieces: every logit within bound of
  * the full pass. */
 void x3_test_family_decoding(const char *dir, double bound);
+void x3_test_family_decoding_on(x3_device *dev, const char *dir, double bound);
 
 #endif

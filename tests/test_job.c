@@ -540,3 +540,55 @@ X3_TEST(verify_finds_flipped_bits_missing_files_and_lost_stop_tokens)
     CHECK_OK(x3_remove_tree(x3_test_path(s.out, "quantization_config.json"), &err), &err);
     check_verify_finds(s.out, NULL, "quantization_config.json: is missing");
 }
+
+/* Rows of 7 + 3 numbers, loaded and stored in two parts, then left behind and restored. */
+static void check_states(x3_device *dev, x3_hidden_place place)
+{
+    enum { ROWS = 5, A = 7, B = 3 };
+    const char *dir = x3_test_temp_dir();
+    x3_hidden_state *h = NULL, *again = NULL;
+    float row[A + B], a[2 * A], b[2 * B];
+    uint64_t hash;
+    x3_err err = {0};
+
+    CHECK_OK(x3_hidden_state_create(&h, dev, dir, "quantized", ROWS, A + B, place, &err), &err);
+    for (size_t r = 0; r < ROWS; r++) {
+        for (size_t i = 0; i < A + B; i++)
+            row[i] = (float)(100 * r + i);
+        CHECK_OK(x3_hidden_state_write(h, r, 1, row, &err), &err);
+    }
+    CHECK_OK(x3_hidden_state_start(h, &err), &err);
+    for (size_t r = 0; r < ROWS; r += 2) {
+        const size_t n = x3_min_size(2, ROWS - r);
+        CHECK_OK(x3_hidden_state_load_part(h, r, n, 0, A, a, &err), &err);
+        CHECK_OK(x3_hidden_state_load_part(h, r, n, A, B, b, &err), &err);
+        for (size_t i = 0; i < n; i++)
+            CHECK(a[i * A + 2] == (float)(100 * (r + i) + 2) && b[i * B + 1] == (float)(100 * (r + i) + A + 1));
+        for (size_t i = 0; i < n * A; i++)
+            a[i] += 0.5f;
+        CHECK_OK(x3_hidden_state_store_part(h, r, n, 0, A, a, &err), &err);
+        CHECK_OK(x3_hidden_state_store_part(h, r, n, A, B, b, &err), &err);
+    }
+    CHECK_OK(x3_hidden_state_advance(h, &hash, &err), &err);
+    CHECK_OK(x3_hidden_state_create(&again, dev, dir, "quantized", ROWS, A + B, place, &err), &err);
+    CHECK_OK(x3_hidden_state_restore(again, 1, hash, &err), &err);
+    for (size_t r = 0; r < ROWS; r++) {
+        CHECK_OK(x3_hidden_state_load(again, r, 1, row, &err), &err);
+        for (size_t i = 0; i < A + B; i++)
+            CHECK(row[i] == (float)(100 * r + i) + (i < A ? 0.5f : 0));
+    }
+    x3_hidden_state_free(h);
+    x3_hidden_state_free(again);
+}
+
+X3_TEST(hidden_states_are_loaded_and_stored_in_parts_wherever_they_lie)
+{
+    x3_device *dev = NULL;
+    x3_err err = {0};
+
+    CHECK_OK(x3_device_open(&dev, "cpu", 1, &err), &err);
+    check_states(dev, X3_HIDDEN_HOST);
+    check_states(dev, X3_HIDDEN_DISK);
+    check_states(dev, X3_HIDDEN_DEVICE);
+    x3_device_close(dev);
+}

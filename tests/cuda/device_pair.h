@@ -33,6 +33,19 @@ void *x3_pair_upload(const x3_pair *p, const void *from, size_t n_bytes);
 double x3_twin_error(const x3_pair *p, const x3_twin *t);
 bool x3_twin_equal(const x3_pair *p, const x3_twin *t);
 
+/* The same weight on both, with a bias. */
+typedef struct x3_twin_weight {
+    x3_weight cpu, gpu;
+    x3_twin bias;
+    void *host;
+    uint16_t *scales;
+} x3_twin_weight;
+
+/* Random values, some of them tiny; n_in and n_out need be multiples of nothing. */
+x3_twin_weight x3_twin_dense(const x3_pair *p, x3_weight_kind kind, size_t n_out, size_t n_in);
+x3_twin_weight x3_twin_exl3(const x3_pair *p, int K, x3_codebook codebook, size_t n_out, size_t n_in);
+void x3_twin_weight_free(const x3_pair *p, x3_twin_weight *w);
+
 /* Both devices do the same: `op` is a call with `dev` and, by OF, the pointers of one of them. Needs "tests/test.h". */
 #define BOTH(p, err, op)                             \
     do {                                             \

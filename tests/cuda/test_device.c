@@ -10,84 +10,8 @@
 
 /* ---- linear ---- */
 
-typedef struct twin_weight {
-    x3_weight cpu, gpu;
-    x3_twin bias;
-    void *host;
-    uint16_t *scales;
-} twin_weight;
-
-static uint16_t bf16_of(float v)
-{
-    uint32_t u;
-
-    memcpy(&u, &v, sizeof u);
-    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-
-static twin_weight make_dense(const x3_pair *p, x3_weight_kind kind, size_t n_out, size_t n_in)
-{
-    twin_weight w = {.bias = x3_twin_random(p, "bias", n_out)};
-    const size_t n = n_out * n_in, bytes = n * (kind == X3_WEIGHT_F32 ? 4 : 2);
-    x3_rng rng;
-    x3_err err = {0};
-
-    CHECK_OK(x3_alloc(&w.host, bytes, 1, &err), &err);
-    x3_rng_init(&rng, 2, "weight");
-    for (size_t i = 0; i < n; i++) {
-        float v = (float)x3_rng_normal(&rng) * (i % 97 == 0 ? 1e-6f : 0.05f); /* some tiny ones: float16 alone would lose them */
-        if (kind == X3_WEIGHT_F32)
-            ((float *)w.host)[i] = v;
-        else
-            ((uint16_t *)w.host)[i] = kind == X3_WEIGHT_BF16 ? bf16_of(v) : x3_f32_to_f16(v);
-    }
-    w.cpu = w.gpu = (x3_weight){.kind = kind, .n_in = n_in, .n_out = n_out, .n_in_padded = n_in, .n_out_padded = n_out};
-    w.cpu.data = w.host;
-    w.gpu.data = x3_pair_upload(p, w.host, bytes);
-    w.cpu.bias = w.bias.cpu;
-    w.gpu.bias = w.bias.gpu;
-    return w;
-}
-
-static twin_weight make_exl3(const x3_pair *p, int K, x3_codebook codebook, size_t n_out, size_t n_in)
-{
-    twin_weight w = {.bias = x3_twin_random(p, "bias", n_out)};
-    const size_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), n_words = in / 16 * (out / 16) * 8 * (size_t)K;
-    x3_rng rng;
-    x3_err err = {0};
-
-    CHECK_OK(x3_alloc(&w.host, n_words, 4, &err), &err);
-    CHECK_OK(x3_alloc(&w.scales, in + out, 2, &err), &err);
-    x3_rng_init(&rng, (uint64_t)K, "words");
-    for (size_t i = 0; i < n_words; i++)
-        ((uint32_t *)w.host)[i] = (uint32_t)x3_rng_next(&rng);
-    for (size_t i = 0; i < in + out; i++)
-        w.scales[i] = x3_f32_to_f16((float)((x3_rng_uniform(&rng) + 0.5) * (x3_rng_next(&rng) & 1 ? 1 : -1)) * (i < in ? 0.02f : 1));
-    w.cpu = w.gpu = (x3_weight){.kind = X3_WEIGHT_EXL3, .n_in = n_in, .n_out = n_out, .n_in_padded = in, .n_out_padded = out, .K = K,
-                                .codebook = codebook};
-    w.cpu.data = w.host;
-    w.cpu.suh = w.scales;
-    w.cpu.svh = w.scales + in;
-    w.cpu.bias = w.bias.cpu;
-    w.gpu.data = x3_pair_upload(p, w.host, n_words * 4);
-    w.gpu.suh = x3_pair_upload(p, w.cpu.suh, in * 2);
-    w.gpu.svh = x3_pair_upload(p, w.cpu.svh, out * 2);
-    w.gpu.bias = w.bias.gpu;
-    return w;
-}
-
-static void free_weight(const x3_pair *p, twin_weight *w)
-{
-    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.data);
-    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.suh);
-    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.svh);
-    x3_twin_free(p, &w->bias);
-    free(w->host);
-    free(w->scales);
-}
-
 /* Largest relative error of a row: `rows` rows of x with 3 floats between them. */
-static double linear_error(const x3_pair *p, const twin_weight *w, size_t rows)
+static double linear_error(const x3_pair *p, const x3_twin_weight *w, size_t rows)
 {
     const size_t ldx = w->cpu.n_in + 3, ldy = w->cpu.n_out + 5;
     x3_twin x = x3_twin_random(p, "x", rows * ldx), y = x3_twin_random(p, "y", rows * ldy);
@@ -129,13 +53,13 @@ X3_TEST(cuda_dense_linears_equal_the_cpu_to_float32_rounding)
     for (int k = 0; k < 3; k++)
         for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++)
             for (int reverse = 0; reverse < 2; reverse++) {
-                twin_weight w = make_dense(&p, kinds[k], shapes[s][0], shapes[s][1]);
+                x3_twin_weight w = x3_twin_dense(&p, kinds[k], shapes[s][0], shapes[s][1]);
                 p.gpu->reverse_sums = reverse;
                 double e = linear_error(&p, &w, shapes[s][2]);
                 most = fmax(most, e);
                 CHECK_MSG(e < 3e-6, "kind %d, %zu x %zu, %zu rows, reverse %d: relative error %.3g", (int)kinds[k], shapes[s][0],
                           shapes[s][1], shapes[s][2], reverse, e);
-                free_weight(&p, &w);
+                x3_twin_weight_free(&p, &w);
             }
     printf("    relative error at most %.2g\n", most);
     x3_pair_close(&p);
@@ -149,7 +73,7 @@ X3_TEST(cuda_exl3_linears_equal_the_cpu_to_float32_rounding)
     for (int K = 1; K <= 8; K++)
         for (int cb = 0; cb < 3; cb++) {
             static const size_t rows[] = {1, 7, 130};
-            twin_weight w = make_exl3(&p, K, (x3_codebook)cb, 300 + 128 * (size_t)(K % 3), K % 2 == 0 ? 512 : 500);
+            x3_twin_weight w = x3_twin_exl3(&p, K, (x3_codebook)cb, 300 + 128 * (size_t)(K % 3), K % 2 == 0 ? 512 : 500);
             for (int i = 0; i < 3; i++) {
                 p.gpu->reverse_sums = i == 1;
                 double e = linear_error(&p, &w, rows[i]);
@@ -162,13 +86,13 @@ X3_TEST(cuda_exl3_linears_equal_the_cpu_to_float32_rounding)
                 CHECK_MSG(e < 1e-3, "K = %d, codebook %d, %zu rows, row-invariant: relative error %.3g", K, cb, rows[i], e);
                 p.gpu->row_invariant = false;
             }
-            free_weight(&p, &w);
+            x3_twin_weight_free(&p, &w);
         }
     printf("    relative error at most %.2g, row-invariant %.2g\n", most, most_invariant);
     x3_pair_close(&p);
 }
 
-static void check_invariance(x3_pair *p, const twin_weight *w, const char *what)
+static void check_invariance(x3_pair *p, const x3_twin_weight *w, const char *what)
 {
     enum { ROWS = 300 };
     const size_t n_in = w->cpu.n_in, n_out = w->cpu.n_out;
@@ -194,21 +118,21 @@ static void check_invariance(x3_pair *p, const twin_weight *w, const char *what)
 X3_TEST(cuda_linears_are_row_invariant_when_asked)
 {
     x3_pair p = x3_pair_open();
-    twin_weight w = make_dense(&p, X3_WEIGHT_BF16, 200, 333);
+    x3_twin_weight w = x3_twin_dense(&p, X3_WEIGHT_BF16, 200, 333);
 
     p.gpu->row_invariant = true;
     check_invariance(&p, &w, "BF16");
-    free_weight(&p, &w);
-    w = make_exl3(&p, 3, X3_CB_MUL1, 384, 1024);
+    x3_twin_weight_free(&p, &w);
+    w = x3_twin_exl3(&p, 3, X3_CB_MUL1, 384, 1024);
     check_invariance(&p, &w, "EXL3");
-    free_weight(&p, &w);
+    x3_twin_weight_free(&p, &w);
     x3_pair_close(&p);
 }
 
 X3_TEST(cuda_linear_keeps_rows_that_are_not_finite_to_themselves)
 {
     x3_pair p = x3_pair_open();
-    twin_weight w[2] = {make_dense(&p, X3_WEIGHT_BF16, 256, 512), make_exl3(&p, 4, X3_CB_MCG, 256, 512)};
+    x3_twin_weight w[2] = {x3_twin_dense(&p, X3_WEIGHT_BF16, 256, 512), x3_twin_exl3(&p, 4, X3_CB_MCG, 256, 512)};
     x3_twin x = x3_twin_random(&p, "x", 40 * 512), y = x3_twin_random(&p, "y", 40 * 256);
     x3_err err = {0};
 
@@ -222,10 +146,27 @@ X3_TEST(cuda_linear_keeps_rows_that_are_not_finite_to_themselves)
             for (int c = 0; c < 256; c++)
                 CHECK(isfinite(got[r * 256 + c]) != (r == 3 || r == 30));
         free(got);
-        free_weight(&p, &w[i]);
+        x3_twin_weight_free(&p, &w[i]);
     }
     x3_twin_free(&p, &x);
     x3_twin_free(&p, &y);
+    x3_pair_close(&p);
+}
+
+X3_TEST(cuda_dense_weights_as_float32_equal_the_cpu)
+{
+    static const x3_weight_kind kinds[] = {X3_WEIGHT_BF16, X3_WEIGHT_F16, X3_WEIGHT_F32};
+    x3_pair p = x3_pair_open();
+    x3_err err = {0};
+
+    for (int k = 0; k < 3; k++) {
+        x3_twin_weight w = x3_twin_dense(&p, kinds[k], 301, 67);
+        x3_twin out = x3_twin_random(&p, "out", 301 * 67);
+        BOTH(p, &err, dev->ops->dense_floats(dev, on_gpu ? &w.gpu : &w.cpu, OF(out), &err));
+        CHECK(x3_twin_equal(&p, &out));
+        x3_twin_free(&p, &out);
+        x3_twin_weight_free(&p, &w);
+    }
     x3_pair_close(&p);
 }
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "formats/safetensors.h"
 #include "tests/test.h"
 
 x3_pair x3_pair_open(void)
@@ -96,4 +97,75 @@ bool x3_twin_equal(const x3_pair *p, const x3_twin *t)
 
     free(x);
     return same;
+}
+
+/* ---- weights ---- */
+
+static uint16_t bf16_of(float v)
+{
+    uint32_t u;
+
+    memcpy(&u, &v, sizeof u);
+    return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+x3_twin_weight x3_twin_dense(const x3_pair *p, x3_weight_kind kind, size_t n_out, size_t n_in)
+{
+    x3_twin_weight w = {.bias = x3_twin_random(p, "bias", n_out)};
+    const size_t n = n_out * n_in, bytes = n * (kind == X3_WEIGHT_F32 ? 4 : 2);
+    x3_rng rng;
+    x3_err err = {0};
+
+    CHECK_OK(x3_alloc(&w.host, bytes, 1, &err), &err);
+    x3_rng_init(&rng, 2, "weight");
+    for (size_t i = 0; i < n; i++) {
+        float v = (float)x3_rng_normal(&rng) * (i % 97 == 0 ? 1e-6f : 0.05f); /* some tiny ones: float16 alone would lose them */
+        if (kind == X3_WEIGHT_F32)
+            ((float *)w.host)[i] = v;
+        else
+            ((uint16_t *)w.host)[i] = kind == X3_WEIGHT_BF16 ? bf16_of(v) : x3_f32_to_f16(v);
+    }
+    w.cpu = w.gpu = (x3_weight){.kind = kind, .n_in = n_in, .n_out = n_out, .n_in_padded = n_in, .n_out_padded = n_out};
+    w.cpu.data = w.host;
+    w.gpu.data = x3_pair_upload(p, w.host, bytes);
+    w.cpu.bias = w.bias.cpu;
+    w.gpu.bias = w.bias.gpu;
+    return w;
+}
+
+x3_twin_weight x3_twin_exl3(const x3_pair *p, int K, x3_codebook codebook, size_t n_out, size_t n_in)
+{
+    x3_twin_weight w = {.bias = x3_twin_random(p, "bias", n_out)};
+    const size_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), n_words = in / 16 * (out / 16) * 8 * (size_t)K;
+    x3_rng rng;
+    x3_err err = {0};
+
+    CHECK_OK(x3_alloc(&w.host, n_words, 4, &err), &err);
+    CHECK_OK(x3_alloc(&w.scales, in + out, 2, &err), &err);
+    x3_rng_init(&rng, (uint64_t)K, "words");
+    for (size_t i = 0; i < n_words; i++)
+        ((uint32_t *)w.host)[i] = (uint32_t)x3_rng_next(&rng);
+    for (size_t i = 0; i < in + out; i++)
+        w.scales[i] = x3_f32_to_f16((float)((x3_rng_uniform(&rng) + 0.5) * (x3_rng_next(&rng) & 1 ? 1 : -1)) * (i < in ? 0.02f : 1));
+    w.cpu = w.gpu = (x3_weight){.kind = X3_WEIGHT_EXL3, .n_in = n_in, .n_out = n_out, .n_in_padded = in, .n_out_padded = out, .K = K,
+                                .codebook = codebook};
+    w.cpu.data = w.host;
+    w.cpu.suh = w.scales;
+    w.cpu.svh = w.scales + in;
+    w.cpu.bias = w.bias.cpu;
+    w.gpu.data = x3_pair_upload(p, w.host, n_words * 4);
+    w.gpu.suh = x3_pair_upload(p, w.cpu.suh, in * 2);
+    w.gpu.svh = x3_pair_upload(p, w.cpu.svh, out * 2);
+    w.gpu.bias = w.bias.gpu;
+    return w;
+}
+
+void x3_twin_weight_free(const x3_pair *p, x3_twin_weight *w)
+{
+    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.data);
+    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.suh);
+    x3_device_free(p->gpu, (void *)(uintptr_t)w->gpu.svh);
+    x3_twin_free(p, &w->bias);
+    free(w->host);
+    free(w->scales);
 }
