@@ -217,6 +217,60 @@ void x3_score_free(x3_score *s)
     *s = (x3_score){0};
 }
 
+/* ---- two packs ---- */
+
+static x3_status read_hash(const cJSON *receipt, const char *object, uint64_t *out, const char *path, x3_err *err)
+{
+    const cJSON *o = x3_json_get(receipt, object);
+    const char *text = NULL;
+    char *end;
+    x3_status rc = o == NULL ? x3_fail(err, X3_ERR_INPUT, "%s: %s is missing", path, object)
+                             : x3_json_string(o, "xxh3", true, &text, path, err);
+
+    if (rc != X3_OK)
+        return rc;
+    *out = strtoull(text, &end, 16);
+    return *end == '\0' && end == text + 16 ? X3_OK : x3_fail(err, X3_ERR_INPUT, "%s: %s.xxh3 is not a hash: %s", path, object, text);
+}
+
+x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference *r, const char *path, x3_err *err)
+{
+    const cJSON *kl, *rows, *row;
+    cJSON *receipt = NULL;
+    double *difference = NULL;
+    uint64_t reference = 0;
+    size_t i = 0;
+    x3_status rc;
+
+    *out = (x3_paired){0};
+    X3_TRY(rc, out, x3_json_load(&receipt, path, err));
+    X3_TRY(rc, out, read_hash(receipt, "reference", &reference, path, err));
+    X3_TRY(rc, out, read_hash(receipt, "pack", &out->pack, path, err));
+    kl = x3_json_get(receipt, "kl");
+    rows = kl == NULL ? NULL : x3_json_get(kl, "rows");
+    if (reference != r->hash)
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: was scored against reference %016llx, this is %016llx (%s)", path,
+                     (unsigned long long)reference, (unsigned long long)r->hash, r->path);
+    else if (!cJSON_IsArray(rows) || (size_t)cJSON_GetArraySize(rows) != s->n_rows)
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: kl.rows has %d numbers, the reference %zu rows", path,
+                     cJSON_IsArray(rows) ? cJSON_GetArraySize(rows) : 0, s->n_rows);
+    X3_TRY(rc, out, rc);
+    X3_TRY(rc, out, x3_alloc(&difference, s->n_rows, sizeof *difference, err));
+    cJSON_ArrayForEach(row, rows) {
+        if (!cJSON_IsNumber(row)) {
+            rc = x3_fail(err, X3_ERR_INPUT, "%s: kl.rows[%zu] is not a number", path, i);
+            goto out;
+        }
+        difference[i] = s->row_kl[i] - row->valuedouble;
+        out->difference += difference[i++] / (double)s->n_rows;
+    }
+    out->stderr_ = standard_error(difference, s->n_rows);
+out:
+    free(difference);
+    cJSON_Delete(receipt);
+    return rc;
+}
+
 /* ---- receipt ---- */
 
 static x3_status add_numbers(cJSON *receipt, const char *name, const char *const *keys, const double *values, size_t n,
@@ -242,6 +296,7 @@ static x3_status add_measures(cJSON *j, const x3_score *s, x3_err *err)
                                 6, &kl, err));
     X3_TRY(rc, out, x3_json_add(kl, "direction", cJSON_CreateString("reference||pack"), err));
     X3_TRY(rc, out, x3_json_add(kl, "unit", cJSON_CreateString("nats"), err));
+    X3_TRY(rc, out, x3_json_add(kl, "rows", cJSON_CreateDoubleArray(s->row_kl, (int)s->n_rows), err));
     X3_TRY(rc, out, add_numbers(j, "top1", (const char *const[]){"agree", "stderr"},
                                 (const double[]){s->top1, s->top1_stderr}, 2, NULL, err));
     X3_TRY(rc, out, add_numbers(j, "top5", (const char *const[]){"agree"}, &s->top5, 1, NULL, err));
@@ -252,6 +307,15 @@ static x3_status add_measures(cJSON *j, const x3_score *s, x3_err *err)
     X3_TRY(rc, out, x3_json_add(j, "nonfinite", cJSON_CreateNumber((double)s->n_nonfinite), err));
 out:
     return rc;
+}
+
+static x3_status add_against(cJSON *j, const x3_paired *a, x3_err *err)
+{
+    cJSON *o;
+    x3_status rc = add_numbers(j, "against", (const char *const[]){"kl_difference", "stderr"},
+                               (const double[]){a->difference, a->stderr_}, 2, &o, err);
+
+    return rc == X3_OK ? x3_json_add_hash(o, "pack", a->pack, err) : rc;
 }
 
 static x3_status add_pack(cJSON *j, const x3_checkpoint *pack, x3_err *err)
@@ -274,7 +338,7 @@ out:
 }
 
 x3_status x3_score_receipt(cJSON **out, const x3_score *s, const x3_checkpoint *pack, const x3_reference *r,
-                           const x3_device *dev, const char *command, double seconds, x3_err *err)
+                           const x3_paired *against, const x3_device *dev, const char *command, double seconds, x3_err *err)
 {
     const cJSON *source = x3_json_get(r->receipt, "source"), *text = x3_json_get(r->receipt, "text");
     const cJSON *dtype = source == NULL ? NULL : x3_json_get(source, "dtype");
@@ -294,6 +358,8 @@ x3_status x3_score_receipt(cJSON **out, const x3_score *s, const x3_checkpoint *
     X3_TRY(rc, out, x3_json_add(j, "positions", cJSON_CreateNumber((double)s->n_positions), err));
     X3_TRY(rc, out, x3_json_add(j, "vocab", cJSON_CreateNumber((double)s->vocab), err));
     X3_TRY(rc, out, add_measures(j, s, err));
+    if (against != NULL)
+        X3_TRY(rc, out, add_against(j, against, err));
     X3_TRY(rc, out, x3_json_add(j, "device", cJSON_CreateString(dev->name), err));
     X3_TRY(rc, out, x3_json_add(j, "seconds", cJSON_CreateNumber(seconds), err));
     *out = j;

@@ -19,8 +19,19 @@ x3_status x3_score_pack(x3_score *out, x3_device *dev, const x3_checkpoint *pack
                         const x3_progress *progress, x3_err *err) X3_MUST;
 void x3_score_free(x3_score *s);
 
-/* The receipt: stable names (design/architecture.md). */
+/* This pack's KL less that of another pack scored against the same reference, row by row: text that is hard for both
+ * cancels out, so the standard error is smaller than that of two means. */
+typedef struct x3_paired {
+    double difference, stderr_; /* nats; below 0: this pack is better */
+    uint64_t pack;              /* XXH3 of the other pack */
+} x3_paired;
+
+/* `path`: the other pack's receipt. One of another reference, or of other rows, is refused. */
+x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference *reference, const char *path, x3_err *err) X3_MUST;
+
+/* The receipt: stable names (design/architecture.md), and kl.rows, the mean of each row. `against` may be NULL. */
 x3_status x3_score_receipt(cJSON **out, const x3_score *s, const x3_checkpoint *pack, const x3_reference *reference,
-                           const x3_device *dev, const char *command, double seconds, x3_err *err) X3_MUST;
+                           const x3_paired *against, const x3_device *dev, const char *command, double seconds,
+                           x3_err *err) X3_MUST;
 
 #endif

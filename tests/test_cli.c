@@ -112,6 +112,9 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     EXPECT(0, "reference", "exl3-eval reference %s/model --text %s/heldout.txt --ctx 50 --positions 500 --out %s/ref.x3r", at.dir, at.dir, at.dir);
     EXPECT(0, "noise floor", "exl3-eval score %s/pack --ref %s/ref.x3r --json %s/receipt.json --max-kl 1 --min-top1 50", at.dir, at.dir, at.dir);
     EXPECT(1, "gate missed: KL", "exl3-eval score %s/pack --ref %s/ref.x3r --max-kl 0", at.dir, at.dir);
+    EXPECT(0, "KL +0.00000 +- 0.00000 to the pack", "exl3-eval score %s/pack --ref %s/ref.x3r --against %s/receipt.json", at.dir, at.dir, at.dir);
+    EXPECT(0, "reference", "exl3-eval reference %s/model --text %s/heldout.txt --ctx 50 --positions 400 --out %s/short.x3r", at.dir, at.dir, at.dir);
+    EXPECT(1, "receipt.json: was scored against reference", "exl3-eval score %s/pack --ref %s/short.x3r --against %s/receipt.json", at.dir, at.dir, at.dir);
     EXPECT(1, "gate missed: top-1", "exl3-eval score %s/pack --ref %s/ref.x3r --min-top1 100", at.dir, at.dir);
     EXPECT(0, "top-1", "exl3-eval compare %s/model %s/pack --text %s/heldout.txt --ctx 50 --positions 100", at.dir, at.dir, at.dir);
     EXPECT(1, "was calibrated on its text calib.txt", "exl3-eval compare %s/model %s/pack --text %s/calib.txt --ctx 50", at.dir, at.dir, at.dir);
@@ -119,6 +122,7 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     CHECK_OK(x3_json_load(&receipt, x3_test_path(at.dir, "receipt.json"), &err), &err);
     CHECK(x3_json_get(x3_json_get(receipt, "pack"), "bits_body")->valuedouble == 6);
     CHECK(x3_json_get(receipt, "seed")->valuedouble == 1);
+    CHECK(cJSON_GetArraySize(x3_json_get(x3_json_get(receipt, "kl"), "rows")) == 10);
     cJSON_Delete(receipt);
     EXPECT(0, "\"kl\"", "exl3-eval replay %s/receipt.json", at.dir);
     EXPECT(0, "1 scores, 1 packs", "exl3-eval report %s/receipt.json %s/pack/exl3_receipt.json --out %s/page.html", at.dir, at.dir, at.dir);

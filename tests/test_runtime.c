@@ -407,7 +407,7 @@ X3_TEST(score_of_the_model_itself_is_zero_and_the_receipt_has_the_stable_names)
     CHECK(fabs(s.kl_mean) < 1e-9 && s.top1 == 1 && s.top5 == 1 && s.n_nonfinite == 0 && s.n_positions == 300);
     CHECK(fabs(s.nll_reference - s.nll_pack) < 1e-6 && s.nll_pack > 0.5);
     CHECK(s.floor_kl < 1e-8 && s.floor_kl > -1e-12 && s.floor_positions == 100);
-    CHECK_OK(x3_score_receipt(&receipt, &s, c, r, dev, "test", 1.5, &err), &err);
+    CHECK_OK(x3_score_receipt(&receipt, &s, c, r, NULL, dev, "test", 1.5, &err), &err);
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         CHECK_MSG(cJSON_GetObjectItemCaseSensitive(receipt, names[i]) != NULL, "receipt lacks \"%s\"", names[i]);
     CHECK(strcmp(x3_json_get(x3_json_get(receipt, "kl"), "direction")->valuestring, "reference||pack") == 0);

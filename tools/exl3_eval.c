@@ -24,7 +24,7 @@ static void on_step(void *arg, size_t done, size_t total, const char *what)
 /* ---- reference ---- */
 
 static struct eval_values {
-    const char *model, *pack, *out, *ref, *json, *device, *prompt, *system, *chat_template, *receipt;
+    const char *model, *pack, *out, *ref, *against, *json, *device, *prompt, *system, *chat_template, *receipt;
     x3_list texts, ignored, receipts;
     uint64_t ctx, positions, skip, threads, max_tokens;
     double max_kl, min_top1;
@@ -117,6 +117,7 @@ static int run_reference(void *arg, const char *command_line)
 
 static const x3_option score_options[] = {
     {"ref", X3_OPT_TEXT, AT(ref), "FILE", "reference made by exl3-eval reference", 0, 0, true},
+    {"against", X3_OPT_TEXT, AT(against), "RECEIPT", "of another pack, for the difference row by row", 0, 0, false},
     {"json", X3_OPT_TEXT, AT(json), "FILE", "write the receipt here", 0, 0, false},
     {"max-kl", X3_OPT_NUMBER, AT(max_kl), "X", "fail when the mean KL is above", 0, 1e9, false},
     {"min-top1", X3_OPT_NUMBER, AT(min_top1), "P", "fail when top-1 agreement (percent) is below", 0, 100, false},
@@ -176,6 +177,7 @@ static int score(struct session *s, const struct eval_values *v, const char *ref
     x3_reference *r = NULL;
     x3_pack_info info;
     x3_score result = {0};
+    x3_paired paired;
     cJSON *receipt = NULL;
     int code = 1;
     x3_status rc;
@@ -184,11 +186,16 @@ static int score(struct session *s, const struct eval_values *v, const char *ref
     X3_TRY(rc, out, x3_checkpoint_open(&pack, v->pack, v->ignored.items, &s->findings, &s->err));
     X3_TRY(rc, out, x3_score_pack(&result, s->dev, pack, r, &s->progress, &s->err));
     X3_TRY(rc, out, x3_pack_info_read(&info, pack, &s->err));
-    X3_TRY(rc, out, x3_score_receipt(&receipt, &result, pack, r, s->dev, command_line, x3_seconds() - start, &s->err));
+    if (v->against != NULL)
+        X3_TRY(rc, out, x3_score_against(&paired, &result, r, v->against, &s->err));
+    X3_TRY(rc, out, x3_score_receipt(&receipt, &result, pack, r, v->against != NULL ? &paired : NULL, s->dev, command_line,
+                                     x3_seconds() - start, &s->err));
     if (v->json != NULL)
         X3_TRY(rc, out, x3_json_save(receipt, v->json, &s->err));
     x3_reporter_close(&s->r);
     print_score(&result, &info, v->pack);
+    if (v->against != NULL)
+        printf("against     KL %+.5f +- %.5f to the pack of %s, paired by rows\n", paired.difference, paired.stderr_, v->against);
     code = check_gates(&result, v);
 out:
     if (rc != X3_OK)
