@@ -5,6 +5,7 @@
 CONFIG ?= release
 B := build/$(CONFIG)
 DATA ?= ../shared
+DEVICE ?= cpu
 PREFIX ?= /usr/local
 NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(NVCC))
@@ -84,7 +85,7 @@ FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl bench-plan-kl \
         bench-families smollm2 \
         cuda cuda-compile test-cuda bench-cuda check install clean
 help: ## this list
@@ -141,6 +142,9 @@ bench-plan: all $(B)/tests/bench_plan ## seconds and memory of a plan for a mode
 bench-kl: all ## KL of tiny-qwen3 packs beside the peer's, seeds 1 to 3 (about an hour)
 	tools/bench_kl.sh $(B) $(DATA)
 
+bench-plan-kl: all ## planned packs beside uniform ones and the peer's, three models, seeds 1 to 3 (many hours on a CPU, minutes on a GPU)
+	tools/bench_plan_kl.sh $(B) $(DATA) "tiny-qwen3 tiny-glm-moe small-qwen3-moe" "2.0 2.5 3.0 4.0" $(DEVICE)
+
 smollm2: all $(B)/tests/conformance_tests ## SmolLM2-135M: ids, logits, packs of 4 and 3 bits; MODEL=folder made by make_smollm2.py
 	SMOLLM2=$(MODEL) $(B)/tests/conformance_tests --data $(DATA) smollm2
 	tools/bench_smollm2.sh $(B) $(DATA) $(MODEL)
@@ -161,7 +165,7 @@ cuda: ## build with CUDA into build/cuda; CUDA_ARCHS=90 for one architecture
 	@$(MAKE) --no-print-directory CONFIG=cuda cuda-compile
 
 cuda-compile: $(TOOLS:%=$(B)/%) $(B)/tests/cuda/tests $(B)/tests/cuda/test_kernels $(B)/tests/cuda/bench_kernels \
-              $(B)/tests/cuda/bench_group
+              $(B)/tests/cuda/bench_group $(B)/tests/bench_swaps
 
 test-cuda: cuda ## CUDA kernels and device against their reference forms; skipped, and counted, without a GPU
 	@tests/cuda/run.sh build/cuda
