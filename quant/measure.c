@@ -436,6 +436,31 @@ static double work_left(const struct x3_measure *s, size_t first)
     return n;
 }
 
+/* Said before the work: what it holds in memory, and how often the model is read. */
+static void announce(const struct x3_measure *s, size_t first)
+{
+    const x3_model *m = s->source->model;
+    const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
+    const uint64_t clean = path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    size_t n_passes = 0, n_paths = 0, most = 0;
+    char text[256];
+
+    for (size_t n; first < m->n_layers; first += n) {
+        size_t paths = 0;
+
+        n = layers_at_once(s, first);
+        for (size_t i = first; i < first + n; i++)
+            paths += x3_measure_paths_of(&m->layers[i]);
+        most = x3_max_size(most, paths);
+        n_paths += paths;
+        n_passes++;
+    }
+    snprintf(text, sizeof text, "measuring %zu disturbed paths in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s",
+             n_paths, n_passes, n_passes == 1 ? "" : "es", most, (double)(clean + most * path) / 1e9,
+             s->place == X3_HIDDEN_DEVICE ? "on the device" : "of the host");
+    note(s, text);
+}
+
 x3_status x3_measure_run(const x3_measure_options *options, const x3_job_events *events, x3_findings *findings, x3_err *err)
 {
     struct x3_measure s = {.o = *options};
@@ -447,6 +472,7 @@ x3_status x3_measure_run(const x3_measure_options *options, const x3_job_events 
     X3_TRY(rc, out, prepare(&s, findings, err));
     X3_TRY(rc, out, open_file(&s, &first, err));
     s.total = work_left(&s, first);
+    announce(&s, first);
     if (first == 0)
         X3_TRY(rc, out, x3_json_save(s.file, s.o.out, err)); /* a file that cannot be written is said before any work */
     while (first < s.source->model->n_layers) {

@@ -126,6 +126,7 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     cJSON_Delete(receipt);
     EXPECT(0, "\"kl\"", "exl3-eval replay %s/receipt.json", at.dir);
     EXPECT(0, "1 scores, 1 packs", "exl3-eval report %s/receipt.json %s/pack/exl3_receipt.json --out %s/page.html", at.dir, at.dir, at.dir);
+    EXPECT(0, "in 1 pass over the model; at most", "exl3-quantize measure %s/model --out %s/m.json --text %s/calib.txt --rows 2 --cols 100 --score-rows 2 --memory 1GB", at.dir, at.dir, at.dir);
     EXPECT(0, "predicted", "exl3-quantize plan %s/model --measure %s/pack.measure.json --bits 2.5 --set *q_proj=4 --out %s/r.yaml", at.dir, at.dir, at.dir);
     EXPECT(0, "body 2.", "exl3-quantize run %s/model %s/mixed --recipe %s/r.yaml --text %s/calib.txt --cols 100 --rows 2", at.dir, at.dir, at.dir, at.dir);
     EXPECT(0, "model.layers.0.self_attn.q_proj K=4", "exl3-quantize verify %s/mixed --source %s/model", at.dir, at.dir);
