@@ -290,6 +290,47 @@ out:
     return rc;
 }
 
+static x3_status account_draft(x3_checkpoint *c, x3_findings *f, x3_err *err)
+{
+    const x3_draft_desc *draft = c->model->draft;
+    const x3_layer_desc *l = &c->model->layers[c->model->n_layers];
+    const x3_linear_desc *d;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; (d = x3_model_draft_linear(c->model, i)) != NULL; i++)
+        if (d != &draft->head || find(c, d->name, ".weight") != NULL || find(c, d->name, ".trellis") != NULL)
+            X3_TRY(rc, out, account_linear(c, d, f, err));
+    for (size_t i = 0; i < l->n_vectors; i++)
+        account_vector(c, &l->vectors[i], f);
+    account_vector(c, &draft->embed_norm, f);
+    account_vector(c, &draft->hidden_norm, f);
+    account_vector(c, &draft->out_norm, f);
+    c->uses_draft = true;
+out:
+    return rc;
+}
+
+x3_status x3_checkpoint_use_draft(x3_checkpoint *c, x3_findings *findings, x3_err *err)
+{
+    x3_status rc;
+
+    if (c->model->draft == NULL)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: the draft layers (MTP) of model_type \"%s\" cannot be quantized: %s", c->dir,
+                       c->model->model_type, c->model->no_draft);
+    rc = account_draft(c, findings, err);
+    return rc == X3_OK ? x3_findings_status(findings, err) : rc;
+}
+
+static bool has_draft_groups(const x3_checkpoint *c)
+{
+    const x3_linear_desc *d;
+
+    for (size_t i = 0; c->is_pack && (d = x3_model_draft_linear(c->model, i)) != NULL; i++)
+        if (find(c, d->name, ".trellis") != NULL)
+            return true;
+    return false;
+}
+
 /* A source may be BF16 with no quantization_config, or FP8; a pack says exl3. */
 static x3_status check_quantization(x3_checkpoint *c, x3_err *err)
 {
@@ -327,6 +368,8 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_alloc(&c->hashes, c->st->n_tensors, sizeof *c->hashes, err));
     X3_TRY(rc, out, x3_alloc(&c->reasons, c->st->n_tensors, sizeof *c->reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
+    if (has_draft_groups(c))
+        X3_TRY(rc, out, account_draft(c, findings, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
     *out = c;
     c = NULL;

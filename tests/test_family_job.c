@@ -1,91 +1,18 @@
 /* Quantization jobs and packs of the small families: what the layer kinds ask of them beyond dense attention. */
 #include <math.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "formats/io.h"
 #include "formats/safetensors_write.h"
 #include "quant/job.h"
 #include "quant/verify.h"
 #include "tests/family_check.h"
+#include "tests/family_job.h"
 #include "tests/test.h"
-#include "tests/tiny_model.h"
 
 #define FOLDER "tests/data/families/"
-
-struct setup {
-    char model[300], out[300], work[300], text[300];
-    const char *texts[2];
-    x3_job_options o;
-};
-
-/* A copy of a fixture with a tokenizer of bytes, and a text of bytes below its 96 ids. */
-static void make_setup(struct setup *s, const char *family, int bits)
-{
-    const char *root = x3_test_temp_dir();
-    static const char *const files[] = {"config.json", "model.safetensors"};
-    char text[1200], from[300];
-    x3_rng rng;
-    x3_err err = {0};
-
-    x3_test_skip_if_emulated();
-    *s = (struct setup){0};
-    snprintf(s->model, sizeof s->model, "%s/model", root);
-    snprintf(s->out, sizeof s->out, "%s/pack", root);
-    snprintf(s->work, sizeof s->work, "%s/pack.work", root);
-    snprintf(s->text, sizeof s->text, "%s/text.txt", root);
-    CHECK_OK(x3_mkdirs(s->model, &err), &err);
-    for (int i = 0; i < 2; i++) {
-        snprintf(from, sizeof from, FOLDER "%s/%s", family, files[i]);
-        CHECK_OK(x3_copy_file(from, x3_test_path(s->model, files[i]), NULL, &err), &err);
-    }
-    x3_tiny_tokenizer(s->model);
-    x3_rng_init(&rng, 2, "text");
-    for (size_t i = 0; i < sizeof text; i++)
-        text[i] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ  \n.,:;0123456789"[x3_rng_next(&rng) % 43];
-    x3_test_write(s->text, text, sizeof text);
-    s->texts[0] = s->text;
-    s->o = (x3_job_options){.model = s->model, .out = s->out, .bits = bits, .head_bits = 5, .quant = X3_QUANT_DEFAULTS,
-                            .texts = s->texts, .n_texts = 1, .rows = 20, .cols = 48, .device = "cpu", .command = "test"};
-}
-
-static x3_status run_job(const x3_job_options *o, x3_err *err)
-{
-    x3_findings findings = {0};
-    x3_job *job = NULL;
-    x3_status rc = x3_job_open(&job, o, NULL, &findings, err);
-
-    if (rc == X3_OK)
-        rc = x3_job_run(job, err);
-    x3_job_close(job);
-    x3_findings_free(&findings);
-    return rc;
-}
-
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
-static void check_verifies(const struct setup *s)
-{
-    x3_device *dev = x3_test_open_device();
-    x3_verify_report r;
-    x3_err err = {0};
-
-    CHECK_OK(x3_verify_pack(&r, s->out, s->model, dev, NULL, &err), &err);
-    CHECK_MSG(r.findings.n_items == 0, "%s", r.findings.items[0]);
-    x3_verify_report_free(&r);
-    x3_device_close(dev);
-}
 
 /* Mean square difference of the logits of two folders on some ids, over the mean square of the first's. */
 static double lost(const char *source, const char *pack)
@@ -111,39 +38,19 @@ static double lost(const char *source, const char *pack)
     return error / norm;
 }
 
-/* Runs the job in a child and kills it as soon as `file` is in its work folder. */
-static void start_and_kill(const struct setup *s, const char *file)
-{
-    int status;
-    pid_t child = fork();
-
-    CHECK(child >= 0);
-    if (child == 0) {
-        x3_err err = {0};
-        _exit(run_job(&s->o, &err) == X3_OK ? 0 : 9);
-    }
-    while (!x3_path_exists(x3_test_path(s->work, file))) {
-        CHECK_MSG(waitpid(child, &status, WNOHANG) == 0, "the job ended before it could be killed");
-        usleep(1000);
-    }
-    kill(child, SIGKILL);
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK_MSG(WIFSIGNALED(status), "the job ended before it could be killed");
-}
-
 /* The selection that layers share is part of the states: killed between the layer that selects and the one that shares, a
  * job must find it again; and it must not matter whether the states lie in memory or on disk. */
 X3_TEST(family_job_keeps_the_selection_of_sparse_layers_across_a_kill)
 {
-    struct setup s;
+    x3_family_job s;
     x3_findings findings = {0};
     x3_job *job = NULL;
     x3_err err = {0};
 
-    make_setup(&s, "glm_dsa_shared", 6);
-    CHECK_OK(run_job(&s.o, &err), &err);
-    const uint64_t expected = shard_hash(s.out);
-    check_verifies(&s);
+    x3_family_job_setup(&s, "glm_dsa_shared", 6);
+    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    const uint64_t expected = x3_family_job_hash(s.out);
+    x3_family_job_verifies(&s);
     CHECK(lost(s.model, s.out) < 0.05);
     CHECK_OK(x3_remove_tree(s.out, &err), &err);
     CHECK_OK(x3_job_open(&job, &s.o, NULL, &findings, &err), &err);
@@ -151,21 +58,21 @@ X3_TEST(family_job_keeps_the_selection_of_sparse_layers_across_a_kill)
     s.o.memory_bytes = x3_job_describe(job)->peak_bytes - 1; /* states do not fit */
     x3_job_close(job);
     s.o.resume = true;
-    start_and_kill(&s, "layer-00001.json"); /* layer 1 selects, layer 2 shares */
-    CHECK_OK(run_job(&s.o, &err), &err);
-    CHECK_MSG(shard_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
+    x3_family_job_kill(&s, "layer-00001.json"); /* layer 1 selects, layer 2 shares */
+    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    CHECK_MSG(x3_family_job_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
 }
 
 X3_TEST(family_job_carries_towers_and_draft_layers_byte_for_byte)
 {
     static const char *const carried[] = {"model.visual.blocks.0.attn.qkv.bias", "mtp.fc.weight",
                                           "model.language_model.layers.0.linear_attn.A_log"};
-    struct setup s;
+    x3_family_job s;
     x3_err err = {0};
 
-    make_setup(&s, "qwen3_5_nested", 6);
-    CHECK_OK(run_job(&s.o, &err), &err);
-    check_verifies(&s);
+    x3_family_job_setup(&s, "qwen3_5_nested", 6);
+    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    x3_family_job_verifies(&s);
     CHECK(lost(s.model, s.out) < 0.05);
     x3_checkpoint *a = x3_test_open_model(s.model), *b = x3_test_open_model(s.out);
     CHECK(b->is_pack && b->config->text != b->config->config);
