@@ -13,12 +13,22 @@
 #include "tests/test.h"
 #include "tests/tiny_model.h"
 
+void x3_family_job_text(const char *path, uint64_t seed)
+{
+    char text[1200];
+    x3_rng rng;
+
+    x3_rng_init(&rng, seed, "text");
+    for (size_t i = 0; i < sizeof text; i++)
+        text[i] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ  \n.,:;0123456789"[x3_rng_next(&rng) % 43];
+    x3_test_write(path, text, sizeof text);
+}
+
 void x3_family_job_setup(x3_family_job *s, const char *family, int bits)
 {
     const char *root = x3_test_temp_dir();
     static const char *const files[] = {"config.json", "model.safetensors"};
-    char text[1200], from[300];
-    x3_rng rng;
+    char from[300];
     x3_err err = {0};
 
     x3_test_skip_if_emulated();
@@ -33,10 +43,7 @@ void x3_family_job_setup(x3_family_job *s, const char *family, int bits)
         CHECK_OK(x3_copy_file(from, x3_test_path(s->model, files[i]), NULL, &err), &err);
     }
     x3_tiny_tokenizer(s->model);
-    x3_rng_init(&rng, 2, "text");
-    for (size_t i = 0; i < sizeof text; i++)
-        text[i] = "ABCDEFGHIJKLMNOPQRSTUVWXYZ  \n.,:;0123456789"[x3_rng_next(&rng) % 43];
-    x3_test_write(s->text, text, sizeof text);
+    x3_family_job_text(s->text, 2);
     s->texts[0] = s->text;
     s->o = (x3_job_options){.model = s->model, .out = s->out, .bits = bits, .head_bits = 5, .quant = X3_QUANT_DEFAULTS,
                             .texts = s->texts, .n_texts = 1, .rows = 20, .cols = 48, .device = "cpu", .command = "test"};

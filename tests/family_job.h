@@ -10,7 +10,9 @@ typedef struct x3_family_job {
     x3_job_options o;
 } x3_family_job;
 
-/* A copy of a fixture with a tokenizer of bytes, and a text of bytes below its 96 ids. Skips the test under emulation. */
+/* 1,200 bytes below 96. */
+void x3_family_job_text(const char *path, uint64_t seed);
+/* A copy of a fixture with a tokenizer of bytes, and such a text. Skips the test under emulation. */
 void x3_family_job_setup(x3_family_job *s, const char *family, int bits);
 x3_status x3_family_job_run(const x3_job_options *o, x3_err *err);
 /* Of the pack's one shard. */

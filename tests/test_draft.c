@@ -227,7 +227,7 @@ X3_TEST(draft_job_gives_the_same_bytes_after_a_kill_and_from_states_on_disk)
     x3_job *job = NULL;
     x3_err err = {0};
 
-    x3_family_job_setup(&s, "deepseek_v32_long", 3);
+    x3_family_job_setup(&s, "deepseek_v32_long", 6);
     s.o.mtp_bits = 5;
     CHECK_OK(x3_family_job_run(&s.o, &err), &err);
     const uint64_t expected = x3_family_job_hash(s.out);
@@ -282,8 +282,8 @@ X3_TEST(draft_groups_are_verified_against_source_and_receipt)
     cJSON *receipt = NULL;
     x3_err err = {0};
 
-    x3_family_job_setup(&s, "qwen3_next_mixed", 2);
-    s.o.mtp_bits = 2;
+    x3_family_job_setup(&s, "qwen3_next_mixed", 6);
+    s.o.mtp_bits = 6;
     CHECK_OK(x3_family_job_run(&s.o, &err), &err);
     CHECK_OK(x3_pack_receipt_load(&receipt, s.out, &err), &err);
     CHECK_OK(x3_verify_pack(&r, s.out, s.model, dev, NULL, &err), &err);

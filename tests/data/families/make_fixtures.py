@@ -286,7 +286,83 @@ def deepseek_v32_long():
                                                      layer_types=["indexed_attention"]), 2))
 
 
-MAKERS = [llama3_rope, deepseek_yarn, glm_dsa_shared, qwen3_5_nested, qwen3_next_long, mimo, qwen2_moe, deepseek_v32_long]
+# ---- two layers of each of the other families, so that the suite has every one of them
+
+PLAIN = dict(rope_type="default", rope_theta=10000.0)
+GQA = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_parameters=PLAIN)
+SIGMOID_MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=1, routed_scaling_factor=1.8, norm_topk_prob=True)
+
+
+def mistral():
+    """A window shorter than the text."""
+    save("mistral", build(T.MistralForCausalLM, T.MistralConfig(**COMMON, **GQA, head_dim=24, sliding_window=9)))
+
+
+def mixtral():
+    """A window longer than the text."""
+    save("mixtral", build(T.MixtralForCausalLM, T.MixtralConfig(**COMMON, **GQA, head_dim=16, sliding_window=100, num_local_experts=5,
+                                                                num_experts_per_tok=2)))
+
+
+def qwen2():
+    """A window on the second layer only, tied head."""
+    config = T.Qwen2Config(**{**COMMON, "tie_word_embeddings": True}, **GQA, use_sliding_window=True, sliding_window=7,
+                           max_window_layers=1)
+    save("qwen2", build(T.Qwen2ForCausalLM, config))
+
+
+def qwen3_moe():
+    """With and without experts, biases; weights of experts not normalized."""
+    config = T.Qwen3MoeConfig(**COMMON, **GQA, head_dim=24, attention_bias=True, num_experts=6, num_experts_per_tok=3,
+                              moe_intermediate_size=32, norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=[1])
+    save("qwen3_moe", build(T.Qwen3MoeForCausalLM, config))
+
+
+def glm4_moe():
+    """Two groups of experts of which one, q and k norms, biases, partial rope."""
+    config = T.Glm4MoeConfig(**COMMON, **{**GQA, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, **SIGMOID_MOE, head_dim=32, attention_bias=True,
+                             use_qk_norm=True, first_k_dense_replace=1, n_routed_experts=8, n_group=2, topk_group=1)
+    save("glm4_moe", build(T.Glm4MoeForCausalLM, config))
+
+
+def glm4_moe_lite():
+    """MLA with a query latent, three groups of experts of which two."""
+    config = T.Glm4MoeLiteConfig(**COMMON, **{**GQA, "num_key_value_heads": 4}, **SIGMOID_MOE, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=24,
+                                 qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=1, n_routed_experts=6, n_group=3,
+                                 topk_group=2)
+    save("glm4_moe_lite", build(T.Glm4MoeLiteForCausalLM, config))
+
+
+def qwen3_5_moe():
+    """A delta net and gated attention, experts in both."""
+    config = T.Qwen3_5MoeTextConfig(**COMMON, **{**GQA, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25}}, head_dim=32, linear_conv_kernel_dim=4,
+                                    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+                                    linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                    shared_expert_intermediate_size=32, layer_types=["linear_attention", "full_attention"])
+    save("qwen3_5_moe", build(T.Qwen3_5MoeForCausalLM, config))
+
+
+def hy_v3():
+    config = T.HYV3Config(**COMMON, **GQA, head_dim=24, num_experts=6, num_experts_per_tok=2, num_shared_experts=1,
+                          moe_intermediate_size=32, first_k_dense_replace=1, router_scaling_factor=2.8)
+    save("hy_v3", build(T.HYV3ForCausalLM, config))
+
+
+def dots1():
+    """dots.llm1: Qwen3's attention, DeepSeek's experts; one row of the table."""
+    config = T.Dots1Config(**COMMON, **GQA, **SIGMOID_MOE, first_k_dense_replace=1, n_routed_experts=6, n_group=1, topk_group=1,
+                           sliding_window=None)
+    save("dots1", build(T.Dots1ForCausalLM, config), lambda c: c.update(scoring_func="noaux_tc"))
+
+
+def seed_oss():
+    """Seed-OSS: Llama with biases on q, k and v alone; one row of the table."""
+    config = T.SeedOssConfig(**COMMON, **GQA, head_dim=24, attention_bias=True, attention_out_bias=False, mlp_bias=False)
+    save("seed_oss", build(T.SeedOssForCausalLM, config))
+
+
+MAKERS = [llama3_rope, deepseek_yarn, glm_dsa_shared, qwen3_5_nested, qwen3_next_long, mimo, qwen2_moe, deepseek_v32_long,
+          mistral, mixtral, qwen2, qwen3_moe, glm4_moe, glm4_moe_lite, qwen3_5_moe, hy_v3, dots1, seed_oss]
 
 if __name__ == "__main__":
     for maker in MAKERS:
