@@ -22,6 +22,7 @@ static void check_config(x3_verify_report *r)
 {
     const cJSON *q = x3_hf_quantization(r->pack->config), *bits = x3_json_get(q, "bits"), *head = x3_json_get(q, "head_bits");
     const char *path = r->pack->config->path;
+    size_t n_fp8 = 0;
 
     if (!cJSON_IsNumber(bits))
         x3_findings_add(&r->findings, "%s: quantization_config.bits is missing", path);
@@ -36,6 +37,11 @@ static void check_config(x3_verify_report *r)
     if (r->info.n_padded > 0)
         x3_findings_add(&r->notes, "%zu groups are padded to multiples of 128: this pack loads here but not in exllamav3",
                         r->info.n_padded);
+    for (size_t i = 0; i < r->pack->st->n_tensors; i++)
+        n_fp8 += r->pack->st->tensors[i].dtype == X3_F8_E4M3;
+    if (n_fp8 > 0)
+        x3_findings_add(&r->notes, "%zu tensors are FP8 with scales beside them, as in the source: read here, other readers may not "
+                        "apply the scales", n_fp8);
     if (r->pack->config->n_stop_tokens == 0)
         x3_findings_add(&r->notes, "%s: neither config.json nor generation_config.json names a stop token", r->pack->dir);
 }

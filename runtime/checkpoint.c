@@ -192,7 +192,10 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
     } else if (!found) {
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
-        expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
+        if (weight == NULL && d == &c->model->head)
+            x3_findings_add(f, "%s: tensor %s is missing, and the config does not say tie_word_embeddings", c->dir, name);
+        else
+            expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
         account_scale(c, weight, d->quantized, f);
         if (!tied)
             set_role(c, weight, d->quantized ? X3_ROLE_WEIGHT : X3_ROLE_KEPT, NULL);
@@ -344,7 +347,7 @@ static x3_status check_quantization(x3_checkpoint *c, x3_err *err)
     c->is_pack = strcmp(method->valuestring, "exl3") == 0;
     if (!c->is_pack && strcmp(method->valuestring, "fp8") != 0)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: a checkpoint with quant_method \"%s\" is not supported: BF16, F16, F32 "
-                                                "or fp8",
+                                                "or fp8; take the one it was made from",
                        c->config->path, method->valuestring);
     return X3_OK;
 }

@@ -11,6 +11,7 @@
 #include "tests/family_check.h"
 #include "tests/family_job.h"
 #include "tests/test.h"
+#include "tests/tiny_model.h"
 
 #define FOLDER "tests/data/families/"
 
@@ -219,4 +220,120 @@ X3_TEST(family_mla_takes_a_quantized_kv_b_proj_as_its_effective_weight)
     x3_linear_free(&w, dev);
     x3_checkpoint_close(c);
     x3_device_close(dev);
+}
+
+/* ---- a published checkpoint's quirks at once ---- */
+
+static bool is_fp8(const x3_tensor *t)
+{
+    return t->rank == 2 && strstr(t->name, "_proj") != NULL && strstr(t->name, "eh_proj") == NULL;
+}
+
+/* A random FP8 weight in units of 2^-9 .. 2^-3 with a scale every 128 x 128, and the same as F32. */
+static void make_fp8(const x3_tensor *t, x3_rng *rng, uint8_t *bytes, float *scales, float *floats)
+{
+    const size_t rows = t->shape[0], cols = t->shape[1], s_cols = (cols + 127) / 128;
+
+    for (size_t i = 0; i < (rows + 127) / 128 * s_cols; i++)
+        scales[i] = 0.1f + (float)x3_rng_uniform(rng);
+    for (size_t i = 0; i < rows * cols; i++)
+        bytes[i] = (uint8_t)(x3_rng_next(rng) % 40 | (x3_rng_next(rng) & 0x80));
+    x3_dtype_to_f32(X3_F8_E4M3, bytes, rows * cols, floats);
+    for (size_t i = 0; i < rows * cols; i++)
+        floats[i] *= scales[i / cols / 128 * s_cols + i % cols / 128];
+}
+
+/* deepseek_yarn with random FP8 weights in two shards (fp8), and with the same numbers as F32 in one file (plain). */
+static void write_fp8_twins(const char *fp8, const char *plain)
+{
+    enum { MAX = 256 };
+    x3_checkpoint *c = x3_test_open_model(FOLDER "deepseek_yarn");
+    static x3_out_tensor a[2 * MAX], b[MAX];
+    static char names[MAX][128];
+    x3_out_tensor *list_a[2 * MAX], *list_b[MAX];
+    const void *data_a[2 * MAX], *data_b[MAX];
+    void *owned[3 * MAX];
+    size_t n_a = 0, n_b = 0, n_owned = 0;
+    cJSON *index = cJSON_CreateObject(), *map = cJSON_AddObjectToObject(index, "weight_map");
+    x3_rng rng;
+    x3_err err = {0};
+
+    CHECK(c->st->n_tensors <= MAX);
+    x3_rng_init(&rng, 9, "fp8");
+    for (size_t i = 0; i < c->st->n_tensors; i++) {
+        const x3_tensor *t = &c->st->tensors[i];
+        a[n_a] = b[n_b] = (x3_out_tensor){.name = t->name, .dtype = t->dtype, .rank = t->rank};
+        memcpy(a[n_a].shape, t->shape, sizeof t->shape);
+        memcpy(b[n_b].shape, t->shape, sizeof t->shape);
+        if (!is_fp8(t)) {
+            CHECK_OK(x3_safetensors_load(c->st, t, &owned[n_owned], &err), &err);
+            data_a[n_a++] = data_b[n_b++] = owned[n_owned++];
+            continue;
+        }
+        const size_t blocks[] = {(t->shape[0] + 127) / 128, (t->shape[1] + 127) / 128};
+        uint8_t *bytes = malloc(t->n_elements);
+        float *scales = malloc(blocks[0] * blocks[1] * sizeof *scales), *floats = malloc(t->n_elements * sizeof *floats);
+        make_fp8(t, &rng, bytes, scales, floats);
+        owned[n_owned++] = bytes;
+        owned[n_owned++] = scales;
+        owned[n_owned++] = floats;
+        a[n_a].dtype = X3_F8_E4M3;
+        data_a[n_a++] = bytes;
+        snprintf(names[i], sizeof names[i], "%s_scale_inv", t->name);
+        a[n_a] = (x3_out_tensor){.name = names[i], .dtype = X3_F32, .rank = 2, .shape = {blocks[0], blocks[1]}};
+        data_a[n_a++] = scales;
+        b[n_b].dtype = X3_F32;
+        data_b[n_b++] = floats;
+    }
+    for (size_t i = 0; i < n_a; i++) {
+        list_a[i] = &a[i];
+        cJSON_AddStringToObject(map, a[i].name, i < n_a / 2 ? "model-00001-of-00002.safetensors" : "model-00002-of-00002.safetensors");
+    }
+    for (size_t i = 0; i < n_b; i++)
+        list_b[i] = &b[i];
+    CHECK_OK(x3_mkdirs(plain, &err), &err);
+    CHECK_OK(x3_json_save(c->config->config, x3_test_path(plain, "config.json"), &err), &err);
+    CHECK_OK(x3_safetensors_save(x3_test_path(plain, "model.safetensors"), list_b, data_b, n_b, &err), &err);
+    cJSON *q = cJSON_AddObjectToObject(c->config->config, "quantization_config");
+    cJSON_AddStringToObject(q, "quant_method", "fp8");
+    cJSON_AddStringToObject(q, "fmt", "e4m3");
+    CHECK_OK(x3_json_save(c->config->config, x3_test_path(fp8, "config.json"), &err), &err);
+    CHECK_OK(x3_json_save(index, x3_test_path(fp8, "model.safetensors.index.json"), &err), &err);
+    CHECK_OK(x3_safetensors_save(x3_test_path(fp8, "model-00001-of-00002.safetensors"), list_a, data_a, n_a / 2, &err), &err);
+    CHECK_OK(x3_safetensors_save(x3_test_path(fp8, "model-00002-of-00002.safetensors"), list_a + n_a / 2, data_a + n_a / 2,
+                                 n_a - n_a / 2, &err), &err);
+    for (size_t i = 0; i < n_owned; i++)
+        free(owned[i]);
+    cJSON_Delete(index);
+    x3_checkpoint_close(c);
+}
+
+/* As DeepSeek publishes: FP8 blocks in shards, a draft layer, second copies of the weights beside them, no
+ * generation_config.json. */
+X3_TEST(family_job_takes_fp8_shards_beside_other_copies)
+{
+    x3_family_job s;
+    char plain[320];
+    x3_err err = {0};
+
+    x3_family_job_setup(&s, "deepseek_yarn", 6);
+    snprintf(plain, sizeof plain, "%s.plain", s.out);
+    CHECK_OK(x3_remove_tree(x3_test_path(s.model, "model.safetensors"), &err), &err);
+    write_fp8_twins(s.model, plain);
+    x3_test_write(x3_test_path(s.model, "consolidated.safetensors"), "x", 1);
+    CHECK_OK(x3_mkdirs(x3_test_path(s.model, "original"), &err), &err);
+    x3_test_write(x3_test_path(s.model, "original/consolidated.00.pth"), "x", 1);
+    CHECK(lost(plain, s.model) == 0); /* to the bit what the F32 twin computes */
+    s.o.mtp_bits = 6;
+    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    x3_family_job_verifies(&s);
+    CHECK(lost(plain, s.out) < 0.02);
+    CHECK(!x3_path_exists(x3_test_path(s.out, "consolidated.safetensors")));
+    CHECK(!x3_path_exists(x3_test_path(s.out, "original/consolidated.00.pth")));
+    x3_checkpoint *c = x3_test_open_model(s.out);
+    for (size_t i = 0; i < c->st->n_tensors; i++) /* what is not quantized stays FP8, with its scales */
+        CHECK(c->st->tensors[i].dtype != X3_F8_E4M3 || strstr(c->st->tensors[i].name, ".kv_b_proj.weight") != NULL);
+    CHECK(x3_safetensors_find(c->st, "model.layers.2.self_attn.kv_b_proj.weight_scale_inv") != NULL);
+    CHECK(x3_safetensors_find(c->st, "model.layers.2.self_attn.o_proj.weight_scale_inv") == NULL);
+    x3_checkpoint_close(c);
 }

@@ -55,9 +55,6 @@ static void print_summary(const x3_job *job)
                s->expert_passes == 1 ? "" : "es");
     printf("disk        pack %s, work %s\n", x3_bytes_text(s->out_needed), x3_bytes_text(s->work_needed));
     printf("time        about %s\n", x3_seconds_text(s->seconds));
-    for (size_t i = 0; i < c->st->n_tensors; i++)
-        if (c->roles[i] == X3_ROLE_DROPPED)
-            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->reasons[i]);
     if (s->n_padded_linears > 0)
         printf("note        padded groups: such a pack loads here but not in exllamav3\n");
 }
@@ -278,6 +275,10 @@ static int run_run(void *values, const char *command_line)
         goto out;
     }
     print_summary(job);
+    if (x3_print_kept(x3_job_source(job), &err) != X3_OK) {
+        code = x3_report_error(&r, &findings, &err);
+        goto out;
+    }
     if (o.planned && v->dry_run)
         printf("plan        sizes are those of the uniform allocation; the run measures and places the bits\n");
     if (recipe != NULL)
