@@ -42,6 +42,9 @@ static void check_config(x3_verify_report *r)
     if (n_fp8 > 0)
         x3_findings_add(&r->notes, "%zu tensors are FP8 with scales beside them, as in the source: read here, other readers may not "
                         "apply the scales", n_fp8);
+    if (r->pack->draft_problem != NULL)
+        x3_findings_add(&r->notes, "the draft layer has groups and is not whole, so nothing more of it was checked: %s",
+                        r->pack->draft_problem);
     if (r->pack->config->n_stop_tokens == 0)
         x3_findings_add(&r->notes, "%s: neither config.json nor generation_config.json names a stop token", r->pack->dir);
 }

@@ -324,6 +324,33 @@ x3_status x3_checkpoint_use_draft(x3_checkpoint *c, x3_findings *findings, x3_er
     return rc == X3_OK ? x3_findings_status(findings, err) : rc;
 }
 
+/* A draft layer that is not whole does not keep a pack from being used. */
+static x3_status try_draft(x3_checkpoint *c, x3_err *err)
+{
+    x3_findings f = {0};
+    x3_tensor_role *roles = NULL;
+    const char **reasons = NULL;
+    const size_t n = c->st->n_tensors;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&roles, n, sizeof *roles, err));
+    X3_TRY(rc, out, x3_alloc(&reasons, n, sizeof *reasons, err));
+    memcpy(roles, c->roles, n * sizeof *roles);
+    memcpy(reasons, c->reasons, n * sizeof *reasons);
+    X3_TRY(rc, out, account_draft(c, &f, err));
+    if (f.n_items + f.n_dropped == 0)
+        goto out;
+    memcpy(c->roles, roles, n * sizeof *roles);
+    memcpy(c->reasons, reasons, n * sizeof *reasons);
+    c->uses_draft = false;
+    rc = x3_strdup(&c->draft_problem, f.n_items > 0 ? f.items[0] : "out of memory", err);
+out:
+    x3_findings_free(&f);
+    free(roles);
+    free(reasons);
+    return rc;
+}
+
 static bool has_draft_groups(const x3_checkpoint *c)
 {
     const x3_linear_desc *d;
@@ -372,7 +399,7 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_alloc(&c->reasons, c->st->n_tensors, sizeof *c->reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
     if (has_draft_groups(c))
-        X3_TRY(rc, out, account_draft(c, findings, err));
+        X3_TRY(rc, out, try_draft(c, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
     *out = c;
     c = NULL;
@@ -390,6 +417,7 @@ void x3_checkpoint_close(x3_checkpoint *c)
     x3_hf_config_free(c->config);
     free(c->roles);
     free(c->reasons);
+    free(c->draft_problem);
     free(c->hashes);
     free(c->dir);
     free(c);

@@ -12,6 +12,7 @@
 #include "tests/family_check.h"
 #include "tests/family_job.h"
 #include "tests/test.h"
+#include "tests/tiny_model.h"
 
 #define FOLDER "tests/data/families/"
 
@@ -274,6 +275,23 @@ X3_TEST(draft_job_refuses_by_name_what_it_cannot_quantize)
     }
 }
 
+/* In the shard and in its index; names of one length. */
+static void rename_tensor(const x3_family_job *s, const char *from, const char *to)
+{
+    static const char *const files[] = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"};
+
+    for (int i = 0; i < 2; i++) {
+        char *data = NULL, *at;
+        size_t n;
+        x3_err err = {0};
+        CHECK_OK(x3_read_file(&data, &n, x3_test_path(s->out, files[i]), 1 << 28, &err), &err);
+        CHECK((at = memmem(data, n, from, strlen(from))) != NULL);
+        memcpy(at, to, strlen(to));
+        x3_test_write(x3_test_path(s->out, files[i]), data, n);
+        free(data);
+    }
+}
+
 X3_TEST(draft_groups_are_verified_against_source_and_receipt)
 {
     x3_device *dev = x3_test_open_device();
@@ -296,5 +314,19 @@ X3_TEST(draft_groups_are_verified_against_source_and_receipt)
     CHECK(r.findings.n_items == 1 && strstr(r.findings.items[0], "mtp.layers.0.mlp.experts.1.up_proj: |E|^2/|W|^2 is") != NULL);
     x3_verify_report_free(&r);
     cJSON_Delete(receipt);
+    /* without a part of it the pack still serves, and verify misses the part */
+    x3_checkpoint *c = x3_test_open_model(s.out);
+    CHECK(c->uses_draft && c->draft_problem == NULL);
+    x3_checkpoint_close(c);
+    rename_tensor(&s, "mtp.layers.0.mlp.experts.1.up_proj.suh", "mtp.layers.0.mlp.experts.1.up_proj.sux");
+    c = x3_test_open_model(s.out);
+    CHECK(!c->uses_draft && strstr(c->draft_problem, "mtp.layers.0.mlp.experts.1.up_proj") != NULL);
+    x3_checkpoint_close(c);
+    CHECK_OK(x3_verify_pack(&r, s.out, NULL, dev, NULL, &err), &err);
+    bool missed = false;
+    for (size_t i = 0; i < r.findings.n_items; i++)
+        missed = missed || strstr(r.findings.items[i], "up_proj.suh of the receipt is missing") != NULL;
+    CHECK(missed);
+    x3_verify_report_free(&r);
     x3_device_close(dev);
 }

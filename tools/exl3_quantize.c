@@ -182,8 +182,11 @@ static void print_result(const x3_job *job, const char *out)
         }
     }
     printf("pack        %s, %s\n", out, x3_bytes_text((uint64_t)x3_json_get(receipt, "bytes")->valuedouble));
-    printf("bits        body %.4f, head %g\n", x3_json_get(receipt, "bits_body")->valuedouble,
+    printf("bits        body %.4f, head %g", x3_json_get(receipt, "bits_body")->valuedouble,
            x3_json_get(receipt, "bits_head")->valuedouble);
+    if (x3_json_get(receipt, "bits_mtp") != NULL)
+        printf(", draft layer (MTP) %g", x3_json_get(receipt, "bits_mtp")->valuedouble);
+    printf("\n");
     printf("error       mean %.3g of the output's energy, worst %.3g (%s)\n", n == 0 ? 0 : log_sum / (double)n, worst,
            worst_name);
     printf("time        %s", x3_seconds_text(x3_json_get(receipt, "seconds")->valuedouble));
