@@ -124,7 +124,7 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
 conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
 	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
 
-bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (15 to 20 minutes of processor time)
+bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (45 packs)
 	tools/bench_families.sh $(B) $(DATA)
 
 bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
