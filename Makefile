@@ -77,7 +77,7 @@ LIB_SRC := $(filter-out $(SIMD_SRC) $(if $(filter cuda,$(CONFIG)),,$(CUDA_C)),$(
 CUDA_OBJ := $(if $(filter cuda,$(CONFIG)),$(CUDA_SRC:%.cu=$(B)/%.o) $(foreach k,1 2 3 4 5 6 7 8,$(CUDA_K:%.cu=$(B)/%$(k).o)))
 LIB_OBJ := $(CUDA_OBJ) $(B)/source_id.o $(LIB_SRC:%.c=$(B)/%.o) $(foreach i,$(ISAS),$(SIMD_SRC:%.c=$(B)/%.$(i).o))
 TOOL_OBJ := $(patsubst %.c,$(B)/%.o,$(filter-out tools/exl3_%.c,$(wildcard tools/*.c)))
-TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/http_client.c)
+TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/test_*.c) tests/tiny_model.c tests/family_check.c tests/family_job.c tests/http_client.c)
 CONF_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/conformance/*.c)) $(B)/tests/test_main.o $(B)/tests/family_check.o
 CUDA_TEST_OBJ := $(patsubst %.c,$(B)/%.o,$(wildcard tests/cuda/test_*.c)) $(B)/tests/test_main.o $(B)/tests/tiny_model.o \
                  $(B)/tests/family_check.o
@@ -125,7 +125,7 @@ fuzz: ## every fuzz target for FUZZ_SECONDS (30) each
 conformance: $(B)/tests/conformance_tests ## checks against the shared material (DATA=../shared)
 	$(RUN) $(B)/tests/conformance_tests --data $(DATA) $(WORDS)
 
-bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (about half an hour)
+bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (45 packs)
 	tools/bench_families.sh $(B) $(DATA)
 
 bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2

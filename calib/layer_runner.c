@@ -51,7 +51,7 @@ size_t x3_layer_runner_bytes(const x3_model *m, size_t n_rows, size_t n_cols, bo
     const size_t n_pages = (n_cols + X3_KV_PAGE - 1) / X3_KV_PAGE * n_sequences;
     size_t widest = 0, kv = 0;
 
-    for (size_t i = 0; i < m->n_layers; i++) {
+    for (size_t i = 0; i < x3_model_all_layers(m); i++) {
         const x3_layer_desc *l = &m->layers[i];
         size_t floats = both_paths ? input_floats(l) : 0;
         if (l->ffn == X3_FFN_MOE) /* tokens of the fallback; an expert's on the original path; inner values and copies */

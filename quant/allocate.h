@@ -13,6 +13,7 @@ typedef struct x3_allocation {
     size_t n;       /* linears of the layers, in the order of x3_model_linear; the head is not among them */
     uint8_t *K;     /* [n]; 0: not quantized */
     int head_K;     /* 0: the head stays as it is */
+    int draft_K;    /* of all linears of the draft layer; 0, as every allocation is made: it stays as it is */
     double target_bits, body_bits; /* asked for; sum K in out / sum in out */
     uint64_t hash;  /* XXH3 over "name K" lines */
 } x3_allocation;

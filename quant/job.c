@@ -1,6 +1,6 @@
 /* The order of work. Kept tensors first, so that a disk or a file that fails does so before hours are spent; then layer
- * after layer, each calibrated on what the quantized layers before it give; then the head; then the pack is put in place
- * with config.json last. */
+ * after layer, each calibrated on what the quantized layers before it give; then the head, and the draft layer if asked for;
+ * then the pack is put in place with config.json last. */
 #include "quant/job.h"
 
 #include <stdio.h>
@@ -305,8 +305,8 @@ out:
 
 /* ---- head ---- */
 
-/* Second moments of the final norm's output. */
-static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
+/* Second moments of the output of a norm. */
+static x3_status capture_head(x3_job *job, const x3_vector_desc *norm, x3_hessian **h, x3_err *err)
 {
     const x3_model *m = job->source->model;
     x3_layer_runner *r = &job->runner;
@@ -315,7 +315,7 @@ static x3_status capture_head(x3_job *job, x3_hessian **h, x3_err *err)
     x3_status rc;
 
     X3_TRY(rc, out, x3_hessian_create(h, job->dev, m->hidden, both, err));
-    X3_TRY(rc, out, x3_vector_load(&d_norm, job->dev, job->source, &m->final_norm, err));
+    X3_TRY(rc, out, x3_vector_load(&d_norm, job->dev, job->source, norm, err));
     if (both)
         X3_TRY(rc, out, x3_device_floats(job->dev, &d_original, r->at_once * r->n_cols * m->hidden, err));
     for (size_t row = 0; row < r->n_rows; row += r->at_once) {
@@ -335,19 +335,35 @@ out:
     return rc;
 }
 
-static x3_status run_head(x3_job *job, x3_err *err)
+x3_status x3_job_head(x3_job *job, const x3_planned_group *planned, const x3_vector_desc *norm, cJSON *entries, x3_err *err)
 {
-    const size_t group = job->plan->n_groups - 1;
-    const x3_planned_group *planned = &job->plan->groups[group];
     x3_quant_linear linear = {0};
     x3_weight dense = {0};
-    cJSON *record = NULL, *entries = NULL, *entry = NULL;
+    cJSON *entry = NULL;
     x3_hessian *h = NULL;
+    char group[512];
     x3_status rc;
 
-    if (planned->K == 0)
-        return X3_OK;
-    X3_TRY(rc, out, x3_record_load(job->work, "head", &record, err));
+    snprintf(group, sizeof group, "%s.input", planned->linear->name);
+    X3_TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, norm, &h, err));
+    X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_linear_load(&dense, job->dev, job->source, planned->linear, err));
+    X3_TRY(rc, out, x3_job_quantize(job, planned, &dense, &linear, 1, group, h, SIZE_MAX, &entry, err));
+    rc = x3_json_add(entries, NULL, entry, err);
+out:
+    x3_quant_linear_free(job->dev, &linear);
+    x3_linear_free(&dense, job->dev);
+    x3_hessian_free(h);
+    return rc;
+}
+
+/* A step behind the layers, which writes groups [first, first + n): from the record of an earlier run, or now. */
+static x3_status run_last(x3_job *job, const char *step, size_t first, size_t n, x3_err *err)
+{
+    const x3_model *m = job->source->model;
+    cJSON *record = NULL, *entries = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_record_load(job->work, step, &record, err));
     if (record != NULL) {
         X3_TRY(rc, out, x3_record_accept_tensors(record, job->writer, err));
         rc = add_entries(job, x3_json_get(record, "groups"), err);
@@ -355,15 +371,11 @@ static x3_status run_head(x3_job *job, x3_err *err)
     }
     record = cJSON_CreateObject();
     X3_TRY(rc, out, x3_json_add(record, "groups", entries = cJSON_CreateArray(), err));
-    X3_TIMED(job, X3_STAGE_CAPTURE, rc, out, capture_head(job, &h, err));
-    X3_TIMED(job, X3_STAGE_LOAD, rc, out, x3_linear_load(&dense, job->dev, job->source, planned->linear, err));
-    X3_TRY(rc, out, x3_job_quantize(job, planned, &dense, &linear, 1, "lm_head.input", h, SIZE_MAX, &entry, err));
-    X3_TRY(rc, out, x3_json_add(entries, NULL, entry, err));
-    X3_TRY(rc, out, save_record(job, "head", group, 1, record, err));
+    X3_TRY(rc, out, first == job->plan->head ? x3_job_head(job, &job->plan->groups[first], &m->final_norm, entries, err)
+                                             : x3_job_draft(job, entries, err));
+    X3_TRY(rc, out, save_record(job, step, first, n, record, err));
     rc = add_entries(job, entries, err);
 out:
-    x3_quant_linear_free(job->dev, &linear);
-    x3_hessian_free(h);
     cJSON_Delete(record);
     return rc;
 }
@@ -514,7 +526,10 @@ x3_status x3_job_run(x3_job *job, x3_err *err)
     X3_TRY(rc, out, x3_layer_runner_create(&job->runner, job->dev, job->source->model, job->n_rows, job->o.cols, err));
     for (; next < job->source->model->n_layers; next++)
         X3_TRY(rc, out, run_layer(job, next, err));
-    X3_TRY(rc, out, run_head(job, err));
+    if (job->allocation.head_K > 0)
+        X3_TRY(rc, out, run_last(job, "head", job->plan->head, 1, err));
+    if (job->allocation.draft_K > 0)
+        X3_TRY(rc, out, run_last(job, "draft", job->plan->head + 1, job->plan->n_groups - job->plan->head - 1, err));
     rc = commit(job, err);
 out:
     return rc;

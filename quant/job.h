@@ -34,6 +34,7 @@ typedef struct x3_job_options {
     bool planned;       /* with no recipe yet: the job is only opened for its checks, a recipe is to come */
     double bits;        /* with a recipe these two are the recipe's */
     int head_bits;      /* 0: the head stays as it is */
+    int mtp_bits;       /* of the draft layer's linears; 0: draft layers are carried as they are */
     x3_tie tie;
     x3_quant_options quant;
     x3_expert_hessian expert_hessian;
@@ -62,7 +63,7 @@ typedef struct x3_job_summary {
     size_t n_layers, n_groups, n_kept, n_dropped, n_copied_files, n_left_files;
     uint64_t source_bytes, pack_bytes, n_weights; /* weights: padded, head included */
     double body_bits;
-    int head_bits;
+    int head_bits, mtp_bits;
     size_t n_shards, rows, cols, n_padded_linears;
     uint64_t hidden_bytes, peak_bytes, memory_bytes; /* states of all paths; estimate of the whole; budget, of the host */
     uint64_t device_bytes, device_free; /* estimate, and what is free, on a device with memory of its own; else 0 */

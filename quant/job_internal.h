@@ -1,4 +1,4 @@
-/* The inside of a job, shared by job.c (the order of work), job_plan.c (checks and estimates) and job_receipt.c. */
+/* The inside of a job, shared by job.c (the order of work), job_plan.c (checks), job_estimate.c and job_receipt.c. */
 #ifndef X3_JOB_INTERNAL_H
 #define X3_JOB_INTERNAL_H
 
@@ -45,9 +45,13 @@ struct x3_job {
 void x3_job_note(const x3_job *job, const char *format, ...) X3_PRINTF(2, 3);
 void x3_job_progress(const x3_job *job, const char *what);
 
+/* job_estimate.c */
+x3_status x3_job_estimate(x3_job *job, x3_err *err) X3_MUST;
+
 /* job_plan.c */
 x3_status x3_job_identity(const x3_job *job, cJSON **out, x3_err *err) X3_MUST;
-x3_status x3_job_estimate(x3_job *job, x3_err *err) X3_MUST;
+/* Layers that this job runs: the model's, and the draft's when it is quantized. */
+size_t x3_job_layers(const x3_job *job);
 /* Refuses an output that is, holds, lies in or is linked to the input, that is not empty, or that another job left. */
 x3_status x3_job_check_output(x3_job *job, x3_err *err) X3_MUST;
 
@@ -55,7 +59,12 @@ x3_status x3_job_check_output(x3_job *job, x3_err *err) X3_MUST;
  * dense [n]: the source weights in device memory. The quantized weights stay in `linears` for the caller. */
 x3_status x3_job_quantize(x3_job *job, const x3_planned_group *planned, const x3_weight *dense, x3_quant_linear *linears,
                           size_t n, const char *group, const x3_hessian *h, size_t tokens, cJSON **entries, x3_err *err) X3_MUST;
-/* A layer from statistics to quantized weights, its states on the quantized path included; entries (an array) in the order
+/* Quantizes a head: a linear on the states after the last layer run so far, through this norm. */
+x3_status x3_job_head(x3_job *job, const x3_planned_group *planned, const x3_vector_desc *norm, cJSON *entries,
+                      x3_err *err) X3_MUST;
+/* job_draft.c: the draft layer, after everything else; its states take the place of the model's. */
+x3_status x3_job_draft(x3_job *job, cJSON *entries, x3_err *err) X3_MUST;
+/* A layer (n_layers: the draft's) from statistics to quantized weights, its states on the quantized path included; entries (an array) in the order
  * of the model. */
 x3_status x3_job_layer(x3_job *job, size_t layer, cJSON *entries, x3_err *err) X3_MUST;
 /* Number of the layer's first linear in the plan. */

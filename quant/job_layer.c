@@ -100,6 +100,8 @@ size_t x3_job_first_group(const x3_job *job, size_t layer)
 {
     size_t n = 0;
 
+    if (layer == job->source->model->n_layers) /* the draft's, behind the head and its join */
+        return job->plan->head + 2;
     for (size_t i = 0; i < layer; i++)
         n += job->source->model->layers[i].n_linears;
     return n;

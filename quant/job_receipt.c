@@ -138,6 +138,8 @@ x3_status x3_job_write_receipt(x3_job *job, x3_err *err)
     X3_TRY(rc, out, add_texts(j, job, err));
     X3_TRY(rc, out, x3_json_add(j, "bits_body", cJSON_CreateNumber(job->allocation.body_bits), err));
     X3_TRY(rc, out, x3_json_add(j, "bits_head", cJSON_CreateNumber(job->allocation.head_K), err));
+    if (job->allocation.draft_K > 0)
+        X3_TRY(rc, out, x3_json_add(j, "bits_mtp", cJSON_CreateNumber(job->allocation.draft_K), err));
     X3_TRY(rc, out, x3_json_add(j, "bytes", cJSON_CreateNumber((double)job->writer->file_bytes), err));
     X3_TRY(rc, out, x3_json_add(j, "groups", cJSON_Duplicate(job->groups, true), err));
     X3_TRY(rc, out, add_hashes(j, job, err));

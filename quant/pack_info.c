@@ -5,37 +5,53 @@
 
 #include "formats/io.h"
 
+/* A group adds to sums of its kind. */
+static x3_status add_group(x3_pack_info *info, const x3_checkpoint *pack, const x3_linear_desc *d, double *bits, double *weights,
+                           int *K, x3_err *err)
+{
+    x3_findings findings = {0};
+    bool found = false;
+    x3_group g;
+    x3_status rc;
+
+    *K = 0;
+    X3_TRY(rc, out, x3_group_find(pack->st, d->name, &g, &found, &findings, err));
+    X3_TRY(rc, out, x3_findings_status(&findings, err));
+    if (!found)
+        goto out;
+    info->n_groups++;
+    info->n_padded += d->n_in != g.n_in || d->n_out != g.n_out;
+    *bits += (double)g.K * (double)g.n_in * (double)g.n_out;
+    *weights += (double)g.n_in * (double)g.n_out;
+    *K = g.K;
+out:
+    x3_findings_free(&findings);
+    return rc;
+}
+
 x3_status x3_pack_info_read(x3_pack_info *out, const x3_checkpoint *pack, x3_err *err)
 {
     const x3_linear_desc *d;
-    double bits = 0, weights = 0;
+    double bits[3] = {0}, weights[3] = {0}; /* body, head, draft layer */
     size_t layer;
-    x3_findings findings = {0};
+    int K;
     x3_status rc = X3_OK;
 
     *out = (x3_pack_info){0};
     for (size_t i = 0; (d = x3_model_linear(pack->model, i, &layer)) != NULL; i++) {
         const x3_tensor *weight = x3_checkpoint_weight(pack, d);
-        bool found = false;
-        x3_group g;
-        X3_TRY(rc, out, x3_group_find(pack->st, d->name, &g, &found, &findings, err));
-        if (found) {
-            out->n_groups++;
-            out->n_padded += d->n_in != g.n_in || d->n_out != g.n_out;
-        }
-        if (d == &pack->model->head) {
-            out->bits_head = found ? g.K : weight != NULL ? 8 * (double)x3_dtype_bytes(weight->dtype) : 0;
-        } else if (found) {
-            bits += (double)g.K * (double)g.n_in * (double)g.n_out;
-            weights += (double)g.n_in * (double)g.n_out;
-        }
+        const int kind = d == &pack->model->head;
+        X3_TRY(rc, out, add_group(out, pack, d, &bits[kind], &weights[kind], &K, err));
+        if (kind == 1)
+            out->bits_head = K > 0 ? K : weight != NULL ? 8 * (double)x3_dtype_bytes(weight->dtype) : 0;
     }
-    out->bits_body = weights > 0 ? bits / weights : 0;
+    for (size_t i = 0; pack->uses_draft && (d = x3_model_draft_linear(pack->model, i)) != NULL; i++)
+        X3_TRY(rc, out, add_group(out, pack, d, &bits[2], &weights[2], &K, err));
+    out->bits_body = weights[0] > 0 ? bits[0] / weights[0] : 0;
+    out->bits_mtp = weights[2] > 0 ? bits[2] / weights[2] : 0;
     for (size_t i = 0; i < pack->st->n_shards; i++)
         out->n_bytes += pack->st->shards[i].n_bytes;
-    rc = x3_findings_status(&findings, err);
 out:
-    x3_findings_free(&findings);
     return rc;
 }
 

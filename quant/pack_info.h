@@ -7,6 +7,7 @@
 typedef struct x3_pack_info {
     double bits_body;  /* sum K in out / sum in out over the groups but the head's, padded sizes; 0 without groups */
     double bits_head;  /* K of the head's group, or the bits of its dense type */
+    double bits_mtp;   /* as bits_body, of the draft layer's groups; 0 without any */
     uint64_t n_bytes;  /* of all shards */
     size_t n_groups, n_padded; /* groups; those whose size is no multiple of 128 */
 } x3_pack_info;

@@ -99,6 +99,26 @@ static x3_status add_linear(struct planner *b, const x3_linear_desc *d, int K)
     return rc;
 }
 
+static x3_status add_draft(struct planner *b)
+{
+    const x3_checkpoint *c = b->p->source;
+    const x3_layer_desc *l = &c->model->layers[c->model->n_layers];
+    const x3_draft_desc *draft = c->model->draft;
+    const x3_linear_desc *d;
+    x3_status rc;
+
+    X3_TRY(rc, out, add_copy(b, x3_safetensors_find(c->st, draft->embed_norm.name)));
+    X3_TRY(rc, out, add_copy(b, x3_safetensors_find(c->st, draft->hidden_norm.name)));
+    for (size_t i = 0; i < l->n_vectors; i++)
+        X3_TRY(rc, out, add_copy(b, x3_safetensors_find(c->st, l->vectors[i].name)));
+    X3_TRY(rc, out, add_copy(b, x3_safetensors_find(c->st, draft->out_norm.name)));
+    for (size_t i = 0; (d = x3_model_draft_linear(c->model, i)) != NULL; i++)
+        if (x3_checkpoint_weight(c, d) != NULL) /* it need not have a head */
+            X3_TRY(rc, out, add_linear(b, d, d->quantized ? b->p->allocation->draft_K : 0));
+out:
+    return rc;
+}
+
 static x3_status add_everything(struct planner *b)
 {
     const x3_checkpoint *c = b->p->source;
@@ -114,7 +134,10 @@ static x3_status add_everything(struct planner *b)
             X3_TRY(rc, out, add_linear(b, &m->layers[i].linears[j], b->p->allocation->K[index++]));
     }
     X3_TRY(rc, out, add_copy(b, x3_safetensors_find(c->st, m->final_norm.name)));
+    b->p->head = b->p->n_groups;
     X3_TRY(rc, out, add_linear(b, &m->head, b->p->allocation->head_K));
+    if (c->uses_draft)
+        X3_TRY(rc, out, add_draft(b));
     for (size_t i = 0; i < c->st->n_tensors; i++)
         if (c->roles[i] == X3_ROLE_KEPT)
             X3_TRY(rc, out, add_copy(b, &c->st->tensors[i]));
@@ -126,6 +149,7 @@ x3_status x3_pack_plan_create(x3_pack_plan **out, const x3_checkpoint *source, c
                               x3_codebook codebook, x3_err *err)
 {
     struct planner b = {.err = err};
+    size_t n_draft = 0;
     x3_status rc;
 
     *out = NULL;
@@ -133,7 +157,9 @@ x3_status x3_pack_plan_create(x3_pack_plan **out, const x3_checkpoint *source, c
     b.p->source = source;
     b.p->allocation = allocation;
     b.p->codebook = codebook;
-    X3_TRY(rc, out, x3_alloc(&b.p->groups, allocation->n + 1, sizeof *b.p->groups, err));
+    while (source->uses_draft && x3_model_draft_linear(source->model, n_draft) != NULL)
+        n_draft++;
+    X3_TRY(rc, out, x3_alloc(&b.p->groups, allocation->n + 1 + n_draft, sizeof *b.p->groups, err));
     X3_TRY(rc, out, x3_alloc(&b.taken, source->st->n_tensors, sizeof *b.taken, err));
     X3_TRY(rc, out, add_everything(&b));
     *out = b.p;

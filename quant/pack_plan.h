@@ -22,8 +22,8 @@ typedef struct x3_pack_plan {
     x3_pack_tensor *tensors;
     size_t n_tensors;
     const x3_tensor **copied; /* [n_tensors]: the source's tensor that is copied, or NULL for a part of a group */
-    x3_planned_group *groups; /* [allocation->n + 1]; K = 0: not quantized; the head is last */
-    size_t n_groups;
+    x3_planned_group *groups; /* K = 0: not quantized. Those of the layers, of the head, then of a draft layer in use */
+    size_t n_groups, head;    /* head: its number */
     x3_arena arena;           /* names */
 } x3_pack_plan;
 

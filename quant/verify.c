@@ -22,6 +22,7 @@ static void check_config(x3_verify_report *r)
 {
     const cJSON *q = x3_hf_quantization(r->pack->config), *bits = x3_json_get(q, "bits"), *head = x3_json_get(q, "head_bits");
     const char *path = r->pack->config->path;
+    size_t n_fp8 = 0;
 
     if (!cJSON_IsNumber(bits))
         x3_findings_add(&r->findings, "%s: quantization_config.bits is missing", path);
@@ -36,6 +37,14 @@ static void check_config(x3_verify_report *r)
     if (r->info.n_padded > 0)
         x3_findings_add(&r->notes, "%zu groups are padded to multiples of 128: this pack loads here but not in exllamav3",
                         r->info.n_padded);
+    for (size_t i = 0; i < r->pack->st->n_tensors; i++)
+        n_fp8 += r->pack->st->tensors[i].dtype == X3_F8_E4M3;
+    if (n_fp8 > 0)
+        x3_findings_add(&r->notes, "%zu tensors are FP8 with scales beside them, as in the source: read here, other readers may not "
+                        "apply the scales", n_fp8);
+    if (r->pack->draft_problem != NULL)
+        x3_findings_add(&r->notes, "the draft layer has groups and is not whole, so nothing more of it was checked: %s",
+                        r->pack->draft_problem);
     if (r->pack->config->n_stop_tokens == 0)
         x3_findings_add(&r->notes, "%s: neither config.json nor generation_config.json names a stop token", r->pack->dir);
 }
@@ -117,20 +126,39 @@ static void check_expert_codebook(x3_verify_report *r, const x3_layer_desc *l, c
                         x3_codebook_name(g->codebook), x3_codebook_name((x3_codebook)*first));
 }
 
+/* Linear i of the model, then of the draft layer where the checkpoint uses it: *layer is then NULL for its join and head.
+ * NULL past the end. */
+static const x3_linear_desc *every_linear(const x3_checkpoint *c, size_t i, const x3_layer_desc **layer)
+{
+    const x3_model *m = c->model;
+    const x3_linear_desc *d;
+    size_t number, n = 1;
+
+    for (size_t l = 0; l < m->n_layers; l++)
+        n += m->layers[l].n_linears;
+    if (i < n) {
+        d = x3_model_linear(m, i, &number);
+        *layer = number < m->n_layers ? &m->layers[number] : NULL;
+        return d;
+    }
+    d = c->uses_draft ? x3_model_draft_linear(m, i - n) : NULL;
+    *layer = d == NULL || d == &m->draft->join || d == &m->draft->head ? NULL : &m->layers[m->n_layers];
+    return d;
+}
+
 static x3_status check_groups(x3_verify_report *r, x3_err *err)
 {
     const x3_linear_desc *d;
-    size_t last = SIZE_MAX;
+    const x3_layer_desc *layer, *last = NULL;
     int codebook = -1;
     x3_status rc = X3_OK;
-    size_t layer;
 
-    for (size_t i = 0; (d = x3_model_linear(r->pack->model, i, &layer)) != NULL; i++) {
+    for (size_t i = 0; (d = every_linear(r->pack, i, &layer)) != NULL; i++) {
         bool found;
         x3_group g;
         X3_TRY(rc, out, x3_group_find(r->pack->st, d->name, &g, &found, &r->findings, err));
         if (!found) {
-            if (d->quantized && d != &r->pack->model->head)
+            if (d->quantized && d != &r->pack->model->head && x3_checkpoint_weight(r->pack, d) != NULL)
                 x3_findings_add(&r->notes, "%s: is not quantized", d->name);
             continue;
         }
@@ -140,8 +168,8 @@ static x3_status check_groups(x3_verify_report *r, x3_err *err)
         X3_TRY(rc, out, check_scales(r, d, &g, err));
         codebook = layer == last ? codebook : -1;
         last = layer;
-        if (layer < r->pack->model->n_layers)
-            check_expert_codebook(r, &r->pack->model->layers[layer], d, &g, &codebook);
+        if (layer != NULL)
+            check_expert_codebook(r, layer, d, &g, &codebook);
     }
 out:
     return rc;
@@ -303,12 +331,13 @@ static x3_status compare_groups(x3_verify_report *r, const x3_checkpoint *source
                                 const x3_progress *progress, x3_err *err)
 {
     const x3_linear_desc *d;
+    const x3_layer_desc *layer;
     const cJSON *last = NULL;
-    size_t layer, capacity = 0;
+    size_t capacity = 0;
     x3_status rc = X3_OK;
 
-    for (size_t i = 0; (d = x3_model_linear(source->model, i, &layer)) != NULL; i++) {
-        const x3_linear_desc *p = x3_model_linear(r->pack->model, i, &layer);
+    for (size_t i = 0; (d = every_linear(source, i, &layer)) != NULL; i++) {
+        const x3_linear_desc *p = every_linear(r->pack, i, &layer);
         const cJSON *entry = receipt_group(receipt, d->name, &last);
         const cJSON *stated = entry == NULL ? NULL : x3_json_get(entry, "error_weight");
         x3_verify_group g = {.receipt_error = cJSON_IsNumber(stated) ? stated->valuedouble : -1};
@@ -317,6 +346,8 @@ static x3_status compare_groups(x3_verify_report *r, const x3_checkpoint *source
             x3_findings_add(&r->findings, "%s: the source has it, the pack's model does not", d->name);
             continue;
         }
+        if (x3_checkpoint_weight(source, d) == NULL) /* a draft layer without a head of its own */
+            continue;
         X3_TRY(rc, out, x3_linear_load(&w, dev, r->pack, p, err));
         g.name = p->name;
         g.K = w.K;
@@ -386,6 +417,8 @@ static x3_status compare_source(x3_verify_report *r, const char *source_dir, con
     x3_status rc;
 
     X3_TRY(rc, out, x3_checkpoint_open(&source, source_dir, NULL, &of_source, err));
+    if (r->pack->uses_draft)
+        X3_TRY(rc, out, x3_checkpoint_use_draft(source, &of_source, err));
     X3_TRY(rc, out, x3_checkpoint_hash(source, &hash, err));
     x3_hash_text(hash, text);
     stated = stated == NULL ? NULL : x3_json_get(stated, "xxh3");

@@ -192,7 +192,10 @@ static x3_status account_linear(x3_checkpoint *c, const x3_linear_desc *d, x3_fi
     } else if (!found) {
         char name[NAME_MAX_BYTES];
         snprintf(name, sizeof name, "%s.weight", d->name);
-        expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
+        if (weight == NULL && d == &c->model->head)
+            x3_findings_add(f, "%s: tensor %s is missing, and the config does not say tie_word_embeddings", c->dir, name);
+        else
+            expect(c, tied ? c->model->embed_name : name, weight, d->n_out, d->n_in, f);
         account_scale(c, weight, d->quantized, f);
         if (!tied)
             set_role(c, weight, d->quantized ? X3_ROLE_WEIGHT : X3_ROLE_KEPT, NULL);
@@ -290,6 +293,74 @@ out:
     return rc;
 }
 
+static x3_status account_draft(x3_checkpoint *c, x3_findings *f, x3_err *err)
+{
+    const x3_draft_desc *draft = c->model->draft;
+    const x3_layer_desc *l = &c->model->layers[c->model->n_layers];
+    const x3_linear_desc *d;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; (d = x3_model_draft_linear(c->model, i)) != NULL; i++)
+        if (d != &draft->head || find(c, d->name, ".weight") != NULL || find(c, d->name, ".trellis") != NULL)
+            X3_TRY(rc, out, account_linear(c, d, f, err));
+    for (size_t i = 0; i < l->n_vectors; i++)
+        account_vector(c, &l->vectors[i], f);
+    account_vector(c, &draft->embed_norm, f);
+    account_vector(c, &draft->hidden_norm, f);
+    account_vector(c, &draft->out_norm, f);
+    c->uses_draft = true;
+out:
+    return rc;
+}
+
+x3_status x3_checkpoint_use_draft(x3_checkpoint *c, x3_findings *findings, x3_err *err)
+{
+    x3_status rc;
+
+    if (c->model->draft == NULL)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: the draft layers (MTP) of model_type \"%s\" cannot be quantized: %s", c->dir,
+                       c->model->model_type, c->model->no_draft);
+    rc = account_draft(c, findings, err);
+    return rc == X3_OK ? x3_findings_status(findings, err) : rc;
+}
+
+/* A draft layer that is not whole does not keep a pack from being used. */
+static x3_status try_draft(x3_checkpoint *c, x3_err *err)
+{
+    x3_findings f = {0};
+    x3_tensor_role *roles = NULL;
+    const char **reasons = NULL;
+    const size_t n = c->st->n_tensors;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&roles, n, sizeof *roles, err));
+    X3_TRY(rc, out, x3_alloc(&reasons, n, sizeof *reasons, err));
+    memcpy(roles, c->roles, n * sizeof *roles);
+    memcpy(reasons, c->reasons, n * sizeof *reasons);
+    X3_TRY(rc, out, account_draft(c, &f, err));
+    if (f.n_items + f.n_dropped == 0)
+        goto out;
+    memcpy(c->roles, roles, n * sizeof *roles);
+    memcpy(c->reasons, reasons, n * sizeof *reasons);
+    c->uses_draft = false;
+    rc = x3_strdup(&c->draft_problem, f.n_items > 0 ? f.items[0] : "out of memory", err);
+out:
+    x3_findings_free(&f);
+    free(roles);
+    free(reasons);
+    return rc;
+}
+
+static bool has_draft_groups(const x3_checkpoint *c)
+{
+    const x3_linear_desc *d;
+
+    for (size_t i = 0; c->is_pack && (d = x3_model_draft_linear(c->model, i)) != NULL; i++)
+        if (find(c, d->name, ".trellis") != NULL)
+            return true;
+    return false;
+}
+
 /* A source may be BF16 with no quantization_config, or FP8; a pack says exl3. */
 static x3_status check_quantization(x3_checkpoint *c, x3_err *err)
 {
@@ -303,7 +374,7 @@ static x3_status check_quantization(x3_checkpoint *c, x3_err *err)
     c->is_pack = strcmp(method->valuestring, "exl3") == 0;
     if (!c->is_pack && strcmp(method->valuestring, "fp8") != 0)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: a checkpoint with quant_method \"%s\" is not supported: BF16, F16, F32 "
-                                                "or fp8",
+                                                "or fp8; take the one it was made from",
                        c->config->path, method->valuestring);
     return X3_OK;
 }
@@ -327,6 +398,8 @@ x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *c
     X3_TRY(rc, out, x3_alloc(&c->hashes, c->st->n_tensors, sizeof *c->hashes, err));
     X3_TRY(rc, out, x3_alloc(&c->reasons, c->st->n_tensors, sizeof *c->reasons, err));
     X3_TRY(rc, out, account(c, findings, err));
+    if (has_draft_groups(c))
+        X3_TRY(rc, out, try_draft(c, err));
     X3_TRY(rc, out, x3_findings_status(findings, err));
     *out = c;
     c = NULL;
@@ -344,6 +417,7 @@ void x3_checkpoint_close(x3_checkpoint *c)
     x3_hf_config_free(c->config);
     free(c->roles);
     free(c->reasons);
+    free(c->draft_problem);
     free(c->hashes);
     free(c->dir);
     free(c);

@@ -21,6 +21,8 @@ typedef struct x3_checkpoint {
     x3_model *model;
     x3_safetensors *st;
     bool is_pack;
+    bool uses_draft;           /* the draft layer is accounted for like the others; else it is only carried */
+    char *draft_problem;       /* why not, of a pack with groups in it; or NULL */
     x3_tensor_role *roles;     /* [st->n_tensors] */
     const char **reasons;      /* [st->n_tensors], for X3_ROLE_DROPPED; for X3_ROLE_KEPT what a tensor that the text model
                                   does not use is part of, else NULL */
@@ -36,6 +38,10 @@ typedef struct x3_checkpoint {
 x3_status x3_checkpoint_open(x3_checkpoint **out, const char *dir, const char *const *ignored_options,
                              x3_findings *findings, x3_err *err) X3_MUST;
 void x3_checkpoint_close(x3_checkpoint *c);
+/* Accounts for the draft layer like for the others, so that its linears may be quantized; what is missing goes to findings.
+ * A model without one that is known is X3_ERR_UNSUPPORTED. Packs with groups in it are
+ * opened so, unless something is missing: serving does without. */
+x3_status x3_checkpoint_use_draft(x3_checkpoint *c, x3_findings *findings, x3_err *err) X3_MUST;
 
 /* The tensor that holds the weight of a linear: <name>.weight, the embedding for a tied head, or the tensor of all experts
  * that it is a part of. NULL when there is none (a pack). */

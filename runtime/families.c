@@ -14,13 +14,14 @@ static const x3_carried mimo_carried[] = {{"model.mtp.", "draft layers (MTP)"}, 
 static const x3_expected deepseek_expects[] = {
     {"scoring_func", "\"sigmoid\""}, {"topk_method", "\"noaux_tc\""}, {NULL, NULL}};
 static const x3_expected qwen3_5_expects[] = {{"output_gate_type", "\"swish\""}, {"output_gate_type", "\"silu\""}, {NULL, NULL}};
+static const x3_expected dots1_expects[] = {{"scoring_func", "\"noaux_tc\""}, {NULL, NULL}}; /* its name for sigmoid */
+static const x3_expected seed_oss_expects[] = {{"attention_out_bias", "false"}, {NULL, NULL}};
 static const x3_expected hy_v3_expects[] = {{"qk_norm", "true"},
                                             {"route_norm", "true"},
                                             {"moe_router_use_sigmoid", "true"},
                                             {"moe_router_enable_expert_bias", "true"},
                                             {NULL, NULL}};
-/* Of draft layers. */
-static const char *const qwen3_5_harmless[] = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", NULL};
+static const char *const seed_oss_harmless[] = {"residual_dropout", NULL};
 /* Precision (everything is float32 here), kernels, and a second name of moe_intermediate_size. */
 static const char *const hy_v3_harmless[] = {
     "enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "use_grouped_mm", "expert_hidden_dim",
@@ -66,6 +67,21 @@ static const x3_moe_family glm4_lite_moe = {
     .layers = X3_MOE_AFTER_DENSE,
     .one_dense = true,
     .normalize = X3_MOE_NORM_CONFIG_YES,
+    .grouped = true,
+    .expert_keys = {"n_routed_experts", "num_local_experts"},
+    .inner_key = "moe_intermediate_size",
+    .router = "mlp.gate",
+    .correction = "mlp.gate.e_score_correction_bias",
+    EXPERTS_PER_TENSOR,
+    EXPERTS_STACKED,
+    .shared = "mlp.shared_experts",
+    .keys = deepseek_keys,
+};
+
+static const x3_moe_family dots1_moe = {
+    .scores = X3_ROUTE_SIGMOID,
+    .layers = X3_MOE_AFTER_DENSE,
+    .normalize = X3_MOE_NORM_CONFIG_NO,
     .grouped = true,
     .expert_keys = {"n_routed_experts", "num_local_experts"},
     .inner_key = "moe_intermediate_size",
@@ -144,8 +160,8 @@ static const x3_moe_family hy_v3_moe = {
 #define BIASES_CONFIG .qkv_bias = X3_BIAS_CONFIG, .o_bias = X3_BIAS_CONFIG
 #define QWEN3_NEXT_MIXERS                                                                                     \
     BIASES_CONFIG, .qk_norm = X3_NORM_ALWAYS, .centred_norms = true, .gated_attention = true, .partial_rope = true, \
-    .rotated_part = 0.25, .carried = qwen_carried
-#define MLA .attention = X3_ATTENTION_MLA, BIASES_CONFIG
+    .rotated_part = 0.25, .draft = X3_DRAFT_MTP, .carried = qwen_carried
+#define MLA .attention = X3_ATTENTION_MLA, .draft = X3_DRAFT_NEXTN, BIASES_CONFIG
 
 const x3_family x3_families[] = {
     {.model_type = "llama", BIASES_CONFIG, .mlp_bias = X3_BIAS_CONFIG},
@@ -156,12 +172,11 @@ const x3_family x3_families[] = {
     {.model_type = "qwen3", BIASES_CONFIG, .qk_norm = X3_NORM_ALWAYS, .window = X3_WINDOW_LAYER_TYPES},
     {.model_type = "qwen3_moe", BIASES_CONFIG, .qk_norm = X3_NORM_ALWAYS, .window = X3_WINDOW_OPTION, .moe = &x3_moe_qwen3},
     {.model_type = "qwen3_next", QWEN3_NEXT_MIXERS, .delta_net = X3_DELTA_FUSED, .moe = &qwen3_next_moe},
-    {.model_type = "qwen3_5_text", QWEN3_NEXT_MIXERS, .delta_net = X3_DELTA_SPLIT, .expects = qwen3_5_expects,
-     .harmless = qwen3_5_harmless},
+    {.model_type = "qwen3_5_text", QWEN3_NEXT_MIXERS, .delta_net = X3_DELTA_SPLIT, .expects = qwen3_5_expects},
     {.model_type = "qwen3_5_moe_text", QWEN3_NEXT_MIXERS, .delta_net = X3_DELTA_SPLIT, .moe = &qwen3_next_moe,
-     .expects = qwen3_5_expects, .harmless = qwen3_5_harmless},
+     .expects = qwen3_5_expects},
     {.model_type = "glm4_moe", .qkv_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_CONFIG, .partial_rope = true,
-     .moe = &x3_moe_glm4},
+     .draft = X3_DRAFT_NEXTN, .moe = &x3_moe_glm4},
     {.model_type = "glm4_moe_lite", MLA, .moe = &glm4_lite_moe, .expects = deepseek_expects},
     {.model_type = "glm_moe_dsa", MLA, .indexer = X3_INDEXER_PAIRS, .moe = &deepseek_moe, .expects = deepseek_expects},
     {.model_type = "deepseek_v3", MLA, .moe = &deepseek_moe, .expects = deepseek_expects},
@@ -170,6 +185,10 @@ const x3_family x3_families[] = {
     {.model_type = "mimo_v2_flash", .qkv_bias = X3_BIAS_CONFIG, .window = X3_WINDOW_PATTERN, .partial_rope = true,
      .rotated_part = 0.334, .window_kv_factor = 2, .window_sinks = true, .value_scale = true, .moe = &mimo_moe,
      .expects = deepseek_expects, .carried = mimo_carried},
+    {.model_type = "dots1", BIASES_CONFIG, .qk_norm = X3_NORM_ALWAYS, .window = X3_WINDOW_LAYER_TYPES, .moe = &dots1_moe,
+     .expects = dots1_expects},
+    {.model_type = "seed_oss", .qkv_bias = X3_BIAS_CONFIG, .mlp_bias = X3_BIAS_CONFIG, .expects = seed_oss_expects,
+     .harmless = seed_oss_harmless},
     {.model_type = "hy_v3", BIASES_CONFIG, .mlp_bias = X3_BIAS_CONFIG, .qk_norm = X3_NORM_ALWAYS, .moe = &hy_v3_moe,
      .expects = hy_v3_expects, .harmless = hy_v3_harmless},
 };

@@ -16,7 +16,7 @@ static size_t scratch_floats(const x3_model *m, size_t n_rows)
 {
     size_t most = 0;
 
-    for (size_t i = 0; i < m->n_layers; i++) {
+    for (size_t i = 0; i < x3_model_all_layers(m); i++) {
         const x3_layer_desc *l = &m->layers[i];
         most = x3_max_size(most, mixer_scratch(l, n_rows));
         most = x3_max_size(most, l->ffn == X3_FFN_MOE ? x3_moe_scratch(&l->moe, m->hidden, n_rows)

@@ -88,7 +88,7 @@ static x3_status reject_unknown_options(const x3_hf_config *c, const x3_family *
                 return rc;
         }
         skip = skip || is_in(f->harmless, o->string) || (f->moe != NULL && is_in(f->moe->keys, o->string));
-        if (skip || is_neutral(o) || x3_build_mixer_reads(f, o->string) ||
+        if (skip || is_neutral(o) || x3_build_mixer_reads(f, o->string) || x3_build_draft_reads(f, o->string) ||
             is_listed(o->string, read_keys, sizeof read_keys / sizeof *read_keys) ||
             is_listed(o->string, harmless_keys, sizeof harmless_keys / sizeof *harmless_keys))
             continue;
@@ -239,21 +239,17 @@ out:
 #define MLP_LINEARS 3
 #define OTHER_VECTORS 3 /* two norms, and the correction of a router */
 
-static x3_status build_layer(x3_builder *b, size_t layer)
+x3_status x3_build_layer(x3_builder *b, x3_layer_desc *l, const char *prefix, size_t layer, bool moe, bool draft)
 {
-    x3_layer_desc *l = &b->m->layers[layer];
-    const bool moe = x3_build_is_moe(b, layer);
     const size_t n_linears = X3_MIXER_LINEARS + (moe ? x3_build_moe_linears(b) : MLP_LINEARS);
     const bool bias = x3_build_has_bias(b->f->mlp_bias, b->mlp_bias);
-    char *prefix;
     x3_status rc;
 
-    X3_TRY(rc, out, x3_arena_printf(&b->m->arena, &prefix, b->err, "%s.layers.%zu", b->prefix, layer));
     l->prefix = prefix;
     X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->linears, n_linears, sizeof *l->linears, b->err));
     X3_TRY(rc, out, x3_arena_alloc(&b->m->arena, &l->vectors, X3_MIXER_VECTORS + OTHER_VECTORS, sizeof *l->vectors, b->err));
     X3_TRY(rc, out, x3_build_norm(b, l, "input_layernorm.weight", b->m->hidden, &l->mixer_norm));
-    X3_TRY(rc, out, x3_build_mixer(b, l, layer));
+    X3_TRY(rc, out, draft ? x3_build_draft_mixer(b, l) : x3_build_mixer(b, l, layer));
     X3_TRY(rc, out, x3_build_norm(b, l, "post_attention_layernorm.weight", b->m->hidden, &l->ffn_norm));
     l->ffn = moe ? X3_FFN_MOE : X3_FFN_MLP;
     if (!moe && b->n_inner == 0)
@@ -262,6 +258,22 @@ static x3_status build_layer(x3_builder *b, size_t layer)
         rc = x3_build_moe(b, l, (int)l->n_inputs, X3_MIXER_TIES);
     else
         rc = x3_build_mlp(b, l, "mlp", b->n_inner, bias, (int)l->n_inputs, X3_MIXER_TIES, &l->mlp);
+out:
+    return rc;
+}
+
+static x3_status build_layers(x3_builder *b)
+{
+    x3_model *m = b->m;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_arena_alloc(&m->arena, &m->layers, m->n_layers + 1, sizeof *m->layers, b->err));
+    for (size_t i = 0; i < m->n_layers; i++) {
+        char *prefix;
+        X3_TRY(rc, out, x3_arena_printf(&m->arena, &prefix, b->err, "%s.layers.%zu", b->prefix, i));
+        X3_TRY(rc, out, x3_build_layer(b, &m->layers[i], prefix, i, x3_build_is_moe(b, i), false));
+    }
+    rc = x3_build_draft(b);
 out:
     return rc;
 }
@@ -303,9 +315,7 @@ static x3_status build(x3_builder *b)
     X3_TRY(rc, out, x3_build_mixer_options(b));
     if (b->f->moe != NULL)
         X3_TRY(rc, out, x3_build_moe_options(b));
-    X3_TRY(rc, out, x3_arena_alloc(&m->arena, &m->layers, m->n_layers, sizeof *m->layers, b->err));
-    for (size_t i = 0; i < m->n_layers; i++)
-        X3_TRY(rc, out, build_layer(b, i));
+    X3_TRY(rc, out, build_layers(b));
     X3_TRY(rc, out, x3_arena_printf(&m->arena, &name, b->err, "%s.embed_tokens.weight", b->prefix));
     m->embed_name = name;
     X3_TRY(rc, out, x3_arena_printf(&m->arena, &name, b->err, "%s.norm.weight", b->prefix));
@@ -379,4 +389,17 @@ const x3_linear_desc *x3_model_linear(const x3_model *m, size_t index, size_t *l
         index -= m->layers[*layer].n_linears;
     }
     return index == 0 ? &m->head : NULL;
+}
+
+const x3_linear_desc *x3_model_draft_linear(const x3_model *m, size_t index)
+{
+    const x3_layer_desc *l = &m->layers[m->n_layers];
+
+    if (m->draft == NULL || index > l->n_linears + 1)
+        return NULL;
+    if (index == 0)
+        return &m->draft->join;
+    if (index <= l->n_linears)
+        return &l->linears[index - 1];
+    return m->draft->head.name != NULL ? &m->draft->head : NULL;
 }

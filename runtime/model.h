@@ -124,17 +124,28 @@ typedef struct x3_layer_desc {
     x3_moe_desc moe;
 } x3_layer_desc;
 
-/* Tensors that the text model does not use (towers, draft layers): a pack carries them byte for byte. */
+/* Tensors that the text model does not use (towers, draft layers): a pack carries them byte for byte, but for a draft layer
+ * that it is told to quantize. */
 typedef struct x3_carried {
     const char *prefix, *what;
 } x3_carried;
+
+/* A layer that guesses one token further (multi-token prediction, DeepSeek-V3, 2024, section 2.2). Its input at a position is
+ * join([embed_norm(embedding of the next token), hidden_norm(output of the final norm)]); out_norm and a head follow it. */
+typedef struct x3_draft_desc {
+    x3_linear_desc join; /* [hidden][2 hidden] */
+    x3_linear_desc head; /* its own head; name NULL: it has none, the model's serves it. A checkpoint may leave it out */
+    x3_vector_desc embed_norm, hidden_norm, out_norm;
+} x3_draft_desc;
 
 typedef struct x3_model {
     const char *model_type;
     size_t hidden, vocab, max_positions;
     float norm_eps;
-    x3_layer_desc *layers;
+    x3_layer_desc *layers;    /* [n_layers], and one more, the draft's, where there is one */
     size_t n_layers;
+    x3_draft_desc *draft;     /* NULL: none, or none that this version knows */
+    const char *no_draft;     /* why */
     x3_rope_desc *ropes;
     size_t n_ropes;
     const char *embed_name;   /* tensor [vocab][hidden] */
@@ -166,7 +177,15 @@ size_t x3_model_selected(const x3_model *m, size_t n_positions);
 /* The expert that linear `index` of a layer belongs to, or -1. */
 int x3_layer_expert(const x3_layer_desc *l, size_t index);
 
-/* Every linear of the model, layer by layer, the head last: *layer is n_layers for the head. NULL past the end. */
+/* Every linear of the model, layer by layer, the head last: *layer is n_layers for the head. NULL past the end. The draft
+ * layer's are not among them. */
 const x3_linear_desc *x3_model_linear(const x3_model *m, size_t index, size_t *layer);
+/* Those of the draft layer: join, the layer's, its own head where it may have one. NULL past the end. */
+const x3_linear_desc *x3_model_draft_linear(const x3_model *m, size_t index);
+/* Layers with the draft's. */
+static inline size_t x3_model_all_layers(const x3_model *m)
+{
+    return m->n_layers + (m->draft != NULL);
+}
 
 #endif

@@ -514,6 +514,13 @@ static x3_status build_sparse(x3_builder *b, x3_layer_desc *l, size_t layer)
     return rc == X3_OK ? build_mla(b, l, true, owns) : rc;
 }
 
+x3_status x3_build_draft_mixer(x3_builder *b, x3_layer_desc *l)
+{
+    const bool sparse = b->f->indexer != X3_INDEXER_NONE;
+
+    return b->f->attention == X3_ATTENTION_MLA ? build_mla(b, l, sparse, sparse) : build_gqa(b, l, &b->full, 0);
+}
+
 x3_status x3_build_mixer(x3_builder *b, x3_layer_desc *l, size_t layer)
 {
     x3_layer_type type = X3_LAYER_FULL;

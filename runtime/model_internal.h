@@ -25,6 +25,9 @@ typedef enum x3_delta_rule { X3_DELTA_NONE, X3_DELTA_FUSED, X3_DELTA_SPLIT } x3_
 /* Rope of a sparse indexer: pairs (i, i + n / 2), or (2 i, 2 i + 1). */
 typedef enum x3_indexer_rule { X3_INDEXER_NONE, X3_INDEXER_HALVES, X3_INDEXER_PAIRS } x3_indexer_rule;
 
+/* Names of a draft layer: model.layers.<n_layers>.eh_proj, enorm, hnorm, shared_head; or mtp.fc, pre_fc_norm_*, layers.0. */
+typedef enum x3_draft_rule { X3_DRAFT_NONE, X3_DRAFT_NEXTN, X3_DRAFT_MTP } x3_draft_rule;
+
 /* Which layers have experts. */
 typedef enum x3_moe_layers {
     X3_MOE_ALL,
@@ -73,6 +76,7 @@ typedef struct x3_family {
     bool gated_attention;    /* q_proj gives query and output gate of each head */
     x3_delta_rule delta_net;
     x3_indexer_rule indexer;
+    x3_draft_rule draft;
     bool partial_rope;       /* the config may have less than a whole head rotated, */
     double rotated_part;     /* and this part where it does not say; 0: all */
     size_t window_kv_factor; /* KV heads of window layers over num_key_value_heads, where the config does not say */
@@ -139,6 +143,8 @@ x3_status x3_build_vector(x3_builder *b, x3_layer_desc *l, const char *tensor, s
 x3_status x3_build_matrix(x3_builder *b, x3_layer_desc *l, const char *tensor, size_t n, size_t width, int *index) X3_MUST;
 /* The weight of a norm, centred where the family's norms are. */
 x3_status x3_build_norm(x3_builder *b, x3_layer_desc *l, const char *tensor, size_t n, int *index) X3_MUST;
+/* Norms, mixer and feed-forward block of number `layer`, or of a draft layer. */
+x3_status x3_build_layer(x3_builder *b, x3_layer_desc *l, const char *prefix, size_t layer, bool moe, bool draft) X3_MUST;
 /* gate_proj, up_proj and down_proj below a module; gate and up take input and tie, down the next ones. */
 x3_status x3_build_mlp(x3_builder *b, x3_layer_desc *l, const char *module, size_t n_inner, bool bias, int input, int tie,
                        x3_mlp_desc *d) X3_MUST;
@@ -157,6 +163,8 @@ static inline bool x3_build_has_bias(x3_bias_rule rule, bool config)
 x3_status x3_build_mixer_options(x3_builder *b) X3_MUST;
 /* The mixer of one layer; its inputs are numbered from 0. */
 x3_status x3_build_mixer(x3_builder *b, x3_layer_desc *l, size_t layer) X3_MUST;
+/* That of a draft layer: full attention, with an indexer of its own where the family has any. */
+x3_status x3_build_draft_mixer(x3_builder *b, x3_layer_desc *l) X3_MUST;
 /* Whether x3_build_mixer_options or x3_build_mixer reads this key for this family. */
 bool x3_build_mixer_reads(const x3_family *f, const char *key);
 
@@ -168,6 +176,13 @@ bool x3_build_is_moe(const x3_builder *b, size_t layer);
 size_t x3_build_moe_linears(const x3_builder *b);
 /* Router, shared MLP and experts; the block's input is number `input`. */
 x3_status x3_build_moe(x3_builder *b, x3_layer_desc *l, int input, int tie) X3_MUST;
+
+/* ---- model_draft.c ---- */
+
+/* m->draft and the layer behind the last one, or m->no_draft. */
+x3_status x3_build_draft(x3_builder *b) X3_MUST;
+/* Config keys that say something about draft layers alone. */
+bool x3_build_draft_reads(const x3_family *f, const char *key);
 
 extern const x3_moe_family x3_moe_qwen3, x3_moe_glm4, x3_moe_mixtral;
 

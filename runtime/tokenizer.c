@@ -1,5 +1,6 @@
 #include "runtime/tokenizer.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -267,6 +268,24 @@ out:
     return rc;
 }
 
+/* Folders with a tokenizer of another kind are common; say what to do with them. */
+static x3_status say_missing(const char *path, x3_err *err)
+{
+    static const char *const others[] = {"tokenizer.model", "tiktoken.model", "vocab.json", "tekken.json"};
+    const char *slash = strrchr(path, '/');
+    const int dir = slash == NULL ? 0 : (int)(slash - path + 1);
+    char other[4096];
+
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+        snprintf(other, sizeof other, "%.*s%s", dir, path, others[i]);
+        if (x3_path_exists(other))
+            return x3_fail(err, X3_ERR_UNSUPPORTED, "%s: does not exist, and %s is not read; transformers writes the former from the "
+                           "latter: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+                           path, others[i]);
+    }
+    return X3_OK;
+}
+
 x3_status x3_tokenizer_load(x3_tokenizer **out, const char *path, x3_err *err)
 {
     char *json = NULL;
@@ -274,6 +293,8 @@ x3_status x3_tokenizer_load(x3_tokenizer **out, const char *path, x3_err *err)
     x3_status rc;
 
     *out = NULL;
+    if (!x3_path_exists(path))
+        X3_TRY(rc, out, say_missing(path, err));
     X3_TRY(rc, out, x3_read_file(&json, &n_bytes, path, FILE_BYTES_MAX, err));
     rc = x3_tokenizer_parse(out, json, n_bytes, path, err);
 out:

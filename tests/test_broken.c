@@ -137,6 +137,10 @@ static void vocab_other(void) { edit("config.json", "\"vocab_size\": 300", "\"vo
 static void quantized_source(void) { edit("config.json", "{ ", "{ \"quantization_config\": {\"quant_method\": \"awq\"}, "); }
 static void bad_generation(void) { put_text("generation_config.json", "{\"eos_token_id\": \"</s>\"}"); }
 static void no_tokenizer(void) { remove_file("tokenizer.json"); }
+static void only_sentencepiece(void) { remove_file("tokenizer.json"); put_text("tokenizer.model", "x"); }
+static void only_tiktoken(void) { remove_file("tokenizer.json"); put_text("tiktoken.model", "x"); }
+static void compressed(void) { edit("config.json", "{ ", "{ \"quantization_config\": {\"quant_method\": \"compressed-tensors\"}, "); }
+static void no_method(void) { edit("config.json", "{ ", "{ \"quantization_config\": {\"bits\": 4}, "); }
 static void tokenizer_text(void) { put_text("tokenizer.json", "{}"); }
 static void token_past_embedding(void) { edit("tokenizer.json", "\": 101,", "\": 9999,"); }
 static void empty_text(void) { x3_test_write(at.text, "", 0); }
@@ -197,8 +201,12 @@ static const struct fault {
     {"heads do not divide", "num_key_value_heads 3", heads_uneven, NULL, NULL, NULL, 1},
     {"vocabulary differs", "[299, 128]", vocab_other, NULL, NULL, NULL, 1},
     {"source is quantized already", "awq", quantized_source, NULL, NULL, NULL, 1},
+    {"source of compressed tensors", "\"compressed-tensors\" is not supported: BF16, F16, F32 or fp8", compressed, NULL, NULL, NULL, 1},
+    {"source quantized somehow", "no quant_method", no_method, NULL, NULL, NULL, 1},
     {"stop token is text", "eos_token_id", bad_generation, NULL, NULL, NULL, 1},
     {"no tokenizer", "tokenizer.json", no_tokenizer, NULL, NULL, NULL, 1},
+    {"only a SentencePiece model", "tokenizer.model is not read; transformers writes", only_sentencepiece, NULL, NULL, NULL, 1},
+    {"only a tiktoken model", "tiktoken.model is not read", only_tiktoken, NULL, NULL, NULL, 1},
     {"empty tokenizer", "tokenizer.json", tokenizer_text, NULL, NULL, NULL, 1},
     {"token id past the embedding", "9999", token_past_embedding, NULL, NULL, NULL, 1},
     {"empty text", "text file is empty", empty_text, NULL, NULL, NULL, 1},
@@ -206,7 +214,7 @@ static const struct fault {
     {"missing text", "text.txt", no_text, NULL, NULL, NULL, 1},
     {"missing norm", "model.norm.weight is missing", nothing, "model.norm.weight", NULL, NULL, 1},
     {"missing weight", Q0 " is missing", nothing, Q0, NULL, NULL, 1},
-    {"missing head", "lm_head.weight is missing", nothing, "lm_head.weight", NULL, NULL, 1},
+    {"missing head", "lm_head.weight is missing, and the config does not say tie_word_embeddings", nothing, "lm_head.weight", NULL, NULL, 1},
     {"missing embedding", "model.embed_tokens.weight is missing", nothing, "model.embed_tokens.weight", NULL, NULL, 1},
     {"tensor that belongs nowhere", "model.layers.0.mlp.router.bias", nothing, NULL, NULL, "model.layers.0.mlp.router.bias", 1},
     {"bias the model does not have", "model.layers.0.self_attn.q_proj.bias", nothing, NULL, NULL, "model.layers.0.self_attn.q_proj.bias", 1},

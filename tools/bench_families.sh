@@ -7,7 +7,7 @@ build=$1
 data=$2
 shift 2
 [ $# -gt 0 ] || set -- llama qwen2 qwen3_moe glm4_moe deepseek_v3 glm_moe_dsa qwen3_next qwen3_5_text qwen3_5_moe_text \
-    mimo_v2_flash
+    mimo_v2_flash mixtral mistral hy_v3 glm4_moe_lite deepseek_v32
 out=build/bench-families
 mkdir -p $out
 failed=0

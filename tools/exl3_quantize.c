@@ -37,7 +37,10 @@ static void print_summary(const x3_job *job)
     printf("model       %s, %zu layers, %s of weights\n", c->model->model_type, s->n_layers, x3_bytes_text(s->source_bytes));
     printf("groups      %zu quantized (%zu padded to multiples of 128), %zu tensors kept, %zu dropped\n", s->n_groups,
            s->n_padded_linears, s->n_kept, s->n_dropped);
-    printf("bits        body %.4f, head %d%s\n", s->body_bits, s->head_bits, s->head_bits == 0 ? " (not quantized)" : "");
+    printf("bits        body %.4f, head %d%s", s->body_bits, s->head_bits, s->head_bits == 0 ? " (not quantized)" : "");
+    if (s->mtp_bits > 0)
+        printf(", draft layer (MTP) %d", s->mtp_bits);
+    printf("\n");
     printf("pack        %s in %zu shard%s, %zu side files\n", x3_bytes_text(s->pack_bytes), s->n_shards,
            s->n_shards == 1 ? "" : "s", s->n_copied_files);
     if (s->rows > 0)
@@ -52,9 +55,6 @@ static void print_summary(const x3_job *job)
                s->expert_passes == 1 ? "" : "es");
     printf("disk        pack %s, work %s\n", x3_bytes_text(s->out_needed), x3_bytes_text(s->work_needed));
     printf("time        about %s\n", x3_seconds_text(s->seconds));
-    for (size_t i = 0; i < c->st->n_tensors; i++)
-        if (c->roles[i] == X3_ROLE_DROPPED)
-            printf("dropped     %s (%s)\n", c->st->tensors[i].name, c->reasons[i]);
     if (s->n_padded_linears > 0)
         printf("note        padded groups: such a pack loads here but not in exllamav3\n");
 }
@@ -64,13 +64,14 @@ static void print_summary(const x3_job *job)
 static struct check_values {
     const char *model, *device, *expert_hessian;
     double bits;
-    uint64_t memory, rows, cols;
+    uint64_t mtp_bits, memory, rows, cols;
     x3_list ignored;
     bool list;
 } check_values = {.device = "cpu", .expert_hessian = "auto", .bits = 4, .rows = 250, .cols = 2048};
 
 static const x3_option check_options[] = {
     {"bits", X3_OPT_NUMBER, offsetof(struct check_values, bits), "X", "body bits that sizes are shown for (4)", 1, 8, false},
+    {"mtp-bits", X3_OPT_COUNT, offsetof(struct check_values, mtp_bits), "K", "the same of the draft layer (0: it stays)", 0, 8, false},
     {"device", X3_OPT_TEXT, offsetof(struct check_values, device), "D", "cpu, cuda or cuda:N (cpu)", 0, 0, false},
     {"rows", X3_OPT_COUNT, offsetof(struct check_values, rows), "N", "calibration rows that memory and time are shown for (250)", 1, 1e9, false},
     {"cols", X3_OPT_COUNT, offsetof(struct check_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
@@ -94,7 +95,7 @@ static void print_tensors(const x3_checkpoint *c)
 static int run_check(void *values, const char *command_line)
 {
     struct check_values *v = values;
-    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .quant = X3_QUANT_DEFAULTS, .rows = v->rows,
+    x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .mtp_bits = (int)v->mtp_bits, .quant = X3_QUANT_DEFAULTS, .rows = v->rows,
                         .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
                         .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
@@ -131,7 +132,7 @@ static int run_check(void *values, const char *command_line)
 static struct run_values {
     const char *model, *out, *recipe, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
     double bits, target_blend;
-    uint64_t head_bits, rows, cols, memory, seed, threads, min_expert_tokens;
+    uint64_t head_bits, mtp_bits, rows, cols, memory, seed, threads, min_expert_tokens;
     x3_list texts, ignored;
     bool uniform, resume, dry_run, overwrite, json, other_kernels;
 } run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .expert_hessian = "auto", .expert_weights = "none",
@@ -142,6 +143,7 @@ static const x3_option run_options[] = {
     {"recipe", X3_OPT_TEXT, offsetof(struct run_values, recipe), "FILE", "bits of every linear, in place of --bits", 0, 0, false},
     {"uniform", X3_OPT_FLAG, offsetof(struct run_values, uniform), NULL, "the plain allocation in place of a measured one", 0, 0, false},
     {"head-bits", X3_OPT_COUNT, offsetof(struct run_values, head_bits), "K", "of the output head (6); 0 leaves it as it is", 0, 8, false},
+    {"mtp-bits", X3_OPT_COUNT, offsetof(struct run_values, mtp_bits), "K", "of the draft layer, MTP (0: it stays as it is)", 0, 8, false},
     {"codebook", X3_OPT_TEXT, offsetof(struct run_values, codebook), "C", "mul1, mcg or 3inst (mul1)", 0, 0, false},
     {"tie", X3_OPT_TEXT, offsetof(struct run_values, tie), "T", "linears with equal K: default, fused or none", 0, 0, false},
     {"text", X3_OPT_LIST, offsetof(struct run_values, texts), "FILE", "calibration text, .txt or .jsonl; may be repeated", 0, 0, true},
@@ -180,8 +182,11 @@ static void print_result(const x3_job *job, const char *out)
         }
     }
     printf("pack        %s, %s\n", out, x3_bytes_text((uint64_t)x3_json_get(receipt, "bytes")->valuedouble));
-    printf("bits        body %.4f, head %g\n", x3_json_get(receipt, "bits_body")->valuedouble,
+    printf("bits        body %.4f, head %g", x3_json_get(receipt, "bits_body")->valuedouble,
            x3_json_get(receipt, "bits_head")->valuedouble);
+    if (x3_json_get(receipt, "bits_mtp") != NULL)
+        printf(", draft layer (MTP) %g", x3_json_get(receipt, "bits_mtp")->valuedouble);
+    printf("\n");
     printf("error       mean %.3g of the output's energy, worst %.3g (%s)\n", n == 0 ? 0 : log_sum / (double)n, worst,
            worst_name);
     printf("time        %s", x3_seconds_text(x3_json_get(receipt, "seconds")->valuedouble));
@@ -245,7 +250,7 @@ static int run_run(void *values, const char *command_line)
     struct run_values *v = values;
     x3_job_options o = {
         .model = v->model, .out = v->out, .work = v->work, .recipe = v->recipe, .bits = v->bits,
-        .head_bits = v->head_bits == NOT_GIVEN ? 6 : (int)v->head_bits, .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items,
+        .head_bits = v->head_bits == NOT_GIVEN ? 6 : (int)v->head_bits, .mtp_bits = (int)v->mtp_bits, .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items,
         .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
         .n_threads = (int)v->threads, .resume = v->resume, .overwrite = v->overwrite, .other_kernels = v->other_kernels,
         .ignored_options = v->ignored.items, .command = command_line};
@@ -273,6 +278,10 @@ static int run_run(void *values, const char *command_line)
         goto out;
     }
     print_summary(job);
+    if (x3_print_kept(x3_job_source(job), &err) != X3_OK) {
+        code = x3_report_error(&r, &findings, &err);
+        goto out;
+    }
     if (o.planned && v->dry_run)
         printf("plan        sizes are those of the uniform allocation; the run measures and places the bits\n");
     if (recipe != NULL)
@@ -325,9 +334,12 @@ static int print_report(const x3_verify_report *report, x3_reporter *r, const ch
         printf("%s: FAILED, %zu problems\n", pack, report->findings.n_items + report->findings.n_dropped);
         return 1;
     }
-    printf("%s: whole; %zu groups, body %.4f bits, head %g bits, %s; %zu of %zu tensors compared with the receipt\n", pack,
-           report->info.n_groups, report->info.bits_body, report->info.bits_head, x3_bytes_text(report->info.n_bytes),
-           report->n_hashed, report->pack->st->n_tensors);
+    printf("%s: whole; %zu groups, body %.4f bits, head %g bits, ", pack, report->info.n_groups, report->info.bits_body,
+           report->info.bits_head);
+    if (report->info.bits_mtp > 0)
+        printf("draft layer %.4f bits, ", report->info.bits_mtp);
+    printf("%s; %zu of %zu tensors compared with the receipt\n", x3_bytes_text(report->info.n_bytes), report->n_hashed,
+           report->pack->st->n_tensors);
     return 0;
 }
 
