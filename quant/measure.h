@@ -1,10 +1,13 @@
 /* What each linear's error does to the end: noise of the size and shape that quantizing to MEASURE_K bits leaves is put
- * into one linear of the unquantized model at a time, and the KL of the logits is read on a few rows of text. From there,
- * KL is taken to be proportional to the error of the search at other K (allocate.h adds these up).
+ * into all linears of the model, and into one at a time twice of it (four times the energy: about a bit less). The rise of
+ * the KL of the logits on a few rows of text, by a third, is the linear's cost at MEASURE_K bits; it is taken to be
+ * proportional to the error of the search at other K (allocate.h adds costs up). The rise is measured in the noisy model
+ * because the plan is for one: costs in an otherwise exact model are too high for attention and for early layers, by up to
+ * four times, against those of single experts and late layers.
  *
- * Every disturbed linear is a path of hidden states of its own; a pass over the layers carries as many as the memory
- * holds, so a model is read once, or a few times. Finished passes are in the file, and a resumed measurement goes on
- * behind them. One measurement serves every size. */
+ * Every linear with twice the noise is a path of hidden states of its own; a pass over the layers carries as many as the
+ * memory holds, so a model is read once, or a few times. Finished passes are in the file, and a resumed measurement goes
+ * on behind them. One measurement serves every size. */
 #ifndef X3_MEASURE_H
 #define X3_MEASURE_H
 
@@ -39,7 +42,7 @@ x3_status x3_measure_run(const x3_measure_options *options, const x3_job_events 
 typedef struct x3_measurement {
     x3_codebook codebook;
     size_t n;       /* linears of the layers, in the order of x3_model_linear */
-    double *kl;     /* [n] mean KL in nats with the noise of X3_MEASURE_K bits; 0 for what is not quantized */
+    double *kl;     /* [n] cost in nats at X3_MEASURE_K bits; 0 for what is not quantized or did nothing */
     uint64_t hash;  /* of the file */
 } x3_measurement;
 
