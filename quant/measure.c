@@ -327,7 +327,7 @@ static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(options, "score_cols", cJSON_CreateNumber(X3_MEASURE_COLS), err));
     X3_TRY(rc, out, x3_json_add(options, "seed", cJSON_CreateNumber((double)s->o.seed), err));
     X3_TRY(rc, out, x3_json_add(options, "codebook", cJSON_CreateString(x3_codebook_name(s->o.codebook)), err));
-    X3_TRY(rc, out, x3_json_add(options, "noise_bits", cJSON_CreateNumber(X3_MEASURE_K), err));
+    X3_TRY(rc, out, x3_json_add(options, "noise_bits", cJSON_CreateNumber(s->o.noise_bits), err));
     X3_TRY(rc, out, x3_json_add(options, "kernel_set", cJSON_CreateString(s->dev->kernel_set), err));
     X3_TRY(rc, out, x3_json_add(f, "command", cJSON_CreateString(s->o.command == NULL ? "" : s->o.command), err));
     X3_TRY(rc, out, x3_json_add(f, "finished_layers", cJSON_CreateNumber(0), err));
@@ -565,7 +565,7 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
     const x3_model *m = source->model;
     cJSON *file = NULL, *expected = NULL;
     const char *codebook = NULL;
-    int64_t finished = 0, method = 0;
+    int64_t finished = 0, method = 0, noise_bits = 0;
     x3_status rc;
 
     *out = (x3_measurement){0};
@@ -597,6 +597,8 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
         rc = x3_fail(err, X3_ERR_INPUT, "%s: codebook \"%.60s\" is unknown", path, codebook);
         goto out;
     }
+    X3_TRY(rc, out, x3_json_int(x3_json_get(file, "options"), "noise_bits", 1, 8, true, &noise_bits, path, err));
+    out->noise_bits = (int)noise_bits;
     X3_TRY(rc, out, x3_hash_file(path, &out->hash, err));
     rc = read_list(out, x3_json_get(file, "linears"), path, m, err);
 out:
@@ -619,6 +621,6 @@ x3_status x3_measurement_costs(const x3_measurement *m, double (**cost)[8], x3_e
 
     for (size_t i = 0; rc == X3_OK && i < m->n; i++)
         for (int K = 1; K <= 8; K++)
-            (*cost)[i][K - 1] = m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, X3_MEASURE_K);
+            (*cost)[i][K - 1] = m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, m->noise_bits);
     return rc;
 }

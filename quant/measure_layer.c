@@ -34,7 +34,7 @@ static x3_status disturb_input(struct layer_work *t, size_t first, size_t n, x3_
 
     for (size_t i = first; i < first + n; i++) {
         const x3_linear_desc *d = &t->l->linears[i];
-        t->noisy[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = X3_MEASURE_K};
+        t->noisy[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = t->s->o.noise_bits};
         X3_TRY(rc, out, x3_dense_floats(&t->noisy[i].d_w, t->s->dev, &t->w.linears[i], err));
         t->mass[i] = x3_layer_expert(t->l, i) < 0 ? 0 : h->weight;
     }
