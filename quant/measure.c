@@ -12,6 +12,8 @@
 
 #define CHUNK 128    /* positions whose logits are in memory at once */
 #define TEXT_PART 32
+#define METHOD 2      /* in the file; 1 was noise in one linear of a model that is exact otherwise */
+#define ENERGY_RISE 3 /* by which twice the noise exceeds the noise */
 
 static void note(const struct x3_measure *s, const char *text)
 {
@@ -114,7 +116,7 @@ struct head {
     x3_weight weight;
     float *d_norm, *d_x, *d_clean, *d_path; /* [CHUNK][hidden], [CHUNK][vocab] twice */
     x3_score_position *positions;           /* [CHUNK] */
-    double *row_kl;                         /* [scored.n] of one path */
+    double *row_kl;                         /* [path][scored.n], and last the noisy rows' */
 };
 
 static x3_status open_head(struct x3_measure *s, struct head *h, x3_err *err)
@@ -128,7 +130,7 @@ static x3_status open_head(struct x3_measure *s, struct head *h, x3_err *err)
     X3_TRY(rc, out, x3_device_floats(s->dev, &h->d_clean, CHUNK * m->vocab, err));
     X3_TRY(rc, out, x3_device_floats(s->dev, &h->d_path, CHUNK * m->vocab, err));
     X3_TRY(rc, out, x3_alloc(&h->positions, CHUNK, sizeof *h->positions, err));
-    rc = x3_alloc(&h->row_kl, s->n_paths * s->scored.n, sizeof *h->row_kl, err);
+    rc = x3_alloc(&h->row_kl, (s->n_paths + 1) * s->scored.n, sizeof *h->row_kl, err);
 out:
     return rc;
 }
@@ -172,49 +174,63 @@ out:
     return rc;
 }
 
-/* Adds what one path has cost to the file, an entry a linear. */
-static x3_status add_result(struct x3_measure *s, const struct x3_measured_path *p, const double *row_kl, x3_err *err)
+/* Adds what one path has cost to the file, an entry a linear. Chance can make a small cost negative: it is then, and where it
+ * is less, a tenth of its standard error. */
+static x3_status add_result(struct x3_measure *s, const struct x3_measured_path *p, const double *row_kl,
+                            const double *noisy_kl, x3_err *err)
 {
     const size_t n = s->scored.n;
-    double mean = 0, squares = 0;
+    double mean = 0, squares = 0, stderr_;
     x3_status rc = X3_OK;
 
     for (size_t i = 0; i < n; i++)
-        mean += row_kl[i] / (double)n;
+        mean += (row_kl[i] - noisy_kl[i]) / ENERGY_RISE / (double)n;
     for (size_t i = 0; i < n; i++)
-        squares += (row_kl[i] - mean) * (row_kl[i] - mean);
+        squares += pow((row_kl[i] - noisy_kl[i]) / ENERGY_RISE - mean, 2);
+    stderr_ = n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n);
     for (size_t i = 0; i < p->n_members && rc == X3_OK; i++)
-        rc = add_entry(s, &p->members[i], mean, n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n), err);
+        rc = add_entry(s, &p->members[i], fmax(mean, stderr_ / 10), stderr_, err);
+    return rc;
+}
+
+/* Adds the KL of CHUNK positions, whose clean logits are in h->d_clean. `what`: for the message. */
+static x3_status score_part(struct x3_measure *s, struct head *h, x3_hidden_state *states, size_t row, size_t first,
+                            double *row_kl, const char *what, x3_err *err)
+{
+    int32_t next[CHUNK];
+    x3_status rc;
+
+    memset(next, 0xff, sizeof next); /* -1: none */
+    X3_TRY(rc, out, logits_of(s, h, states, row, first, h->d_path, err));
+    X3_TRY(rc, out, s->dev->ops->score(s->dev, h->d_clean, h->d_path, CHUNK, s->source->model->vocab, next, h->positions, err));
+    for (size_t i = 0; i < CHUNK; i++) {
+        if (!h->positions[i].finite)
+            return x3_fail(err, X3_ERR_NUMERIC, "%s: logits are not finite with noise in %s", s->o.model, what);
+        *row_kl += h->positions[i].kl / X3_MEASURE_COLS;
+    }
+out:
     return rc;
 }
 
 static x3_status score_paths(struct x3_measure *s, x3_err *err)
 {
-    int32_t next[CHUNK];
+    const size_t n = s->scored.n;
     struct head h = {0};
+    double *noisy;
     x3_status rc;
 
-    memset(next, 0xff, sizeof next); /* -1: none */
     X3_TRY(rc, out, open_head(s, &h, err));
-    for (size_t row = 0; row < s->scored.n; row++)
+    noisy = h.row_kl + s->n_paths * n;
+    for (size_t row = 0; row < n; row++)
         for (size_t first = 0; first < X3_MEASURE_COLS; first += CHUNK) {
             X3_TRY(rc, out, logits_of(s, &h, s->scored.clean, row, first, h.d_clean, err));
-            for (size_t p = 0; p < s->n_paths; p++) {
-                X3_TRY(rc, out, logits_of(s, &h, s->paths[p].states, row, first, h.d_path, err));
-                X3_TRY(rc, out, s->dev->ops->score(s->dev, h.d_clean, h.d_path, CHUNK, s->source->model->vocab, next,
-                                                   h.positions, err));
-                for (size_t i = 0; i < CHUNK; i++) {
-                    if (!h.positions[i].finite) {
-                        rc = x3_fail(err, X3_ERR_NUMERIC, "%s: logits are not finite with noise in %s", s->o.model,
-                                     s->paths[p].members[0].linear->name);
-                        goto out;
-                    }
-                    h.row_kl[p * s->scored.n + row] += h.positions[i].kl / X3_MEASURE_COLS;
-                }
-            }
+            X3_TRY(rc, out, score_part(s, &h, s->noisy, row, first, &noisy[row], "all linears", err));
+            for (size_t p = 0; p < s->n_paths; p++)
+                X3_TRY(rc, out, score_part(s, &h, s->paths[p].states, row, first, &h.row_kl[p * n + row],
+                                           s->paths[p].members[0].linear->name, err));
         }
     for (size_t p = 0; p < s->n_paths; p++)
-        X3_TRY(rc, out, add_result(s, &s->paths[p], h.row_kl + p * s->scored.n, err));
+        X3_TRY(rc, out, add_result(s, &s->paths[p], h.row_kl + p * n, noisy, err));
 out:
     close_head(s, &h);
     return rc;
@@ -238,6 +254,7 @@ static x3_status run_pass(struct x3_measure *s, size_t first, size_t n, x3_err *
 
     X3_TRY(rc, out, embed(s, &s->calibration, err));
     X3_TRY(rc, out, embed(s, &s->scored, err));
+    X3_TRY(rc, out, x3_hidden_state_copy(s->noisy, s->scored.clean, err));
     for (size_t layer = 0; layer < s->source->model->n_layers; layer++)
         X3_TRY(rc, out, x3_measure_layer(s, layer, layer >= first && layer < first + n, err));
     X3_TRY(rc, out, score_paths(s, err));
@@ -294,7 +311,7 @@ static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
 
     *out = NULL;
     X3_TRY(rc, out, x3_measure_source(&source, s->source, err));
-    X3_TRY(rc, out, x3_json_add(f, "exl3_measurement", cJSON_CreateNumber(1), err));
+    X3_TRY(rc, out, x3_json_add(f, "exl3_measurement", cJSON_CreateNumber(METHOD), err));
     X3_TRY(rc, out, x3_json_add(f, "source", source, err));
     X3_TRY(rc, out, x3_json_add(f, "options", options, err));
     X3_TRY(rc, out, x3_json_add(options, "version", cJSON_CreateString(X3_VERSION), err));
@@ -310,7 +327,7 @@ static x3_status create_file(struct x3_measure *s, cJSON **out, x3_err *err)
     X3_TRY(rc, out, x3_json_add(options, "score_cols", cJSON_CreateNumber(X3_MEASURE_COLS), err));
     X3_TRY(rc, out, x3_json_add(options, "seed", cJSON_CreateNumber((double)s->o.seed), err));
     X3_TRY(rc, out, x3_json_add(options, "codebook", cJSON_CreateString(x3_codebook_name(s->o.codebook)), err));
-    X3_TRY(rc, out, x3_json_add(options, "noise_bits", cJSON_CreateNumber(X3_MEASURE_K), err));
+    X3_TRY(rc, out, x3_json_add(options, "noise_bits", cJSON_CreateNumber(s->o.noise_bits), err));
     X3_TRY(rc, out, x3_json_add(options, "kernel_set", cJSON_CreateString(s->dev->kernel_set), err));
     X3_TRY(rc, out, x3_json_add(f, "command", cJSON_CreateString(s->o.command == NULL ? "" : s->o.command), err));
     X3_TRY(rc, out, x3_json_add(f, "finished_layers", cJSON_CreateNumber(0), err));
@@ -325,9 +342,9 @@ out:
 /* The difference between a measurement that is there and this one, or NULL. */
 static const char *difference(const struct x3_measure *s, const cJSON *old)
 {
-    static const char *const keys[] = {"source", "options"}, *const kernels[] = {"kernel_set", NULL};
+    static const char *const keys[] = {"source", "options", "exl3_measurement"}, *const kernels[] = {"kernel_set", NULL};
 
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 3; i++)
         if (!x3_job_state_equal(x3_json_get(old, keys[i]), x3_json_get(s->file, keys[i]),
                                 s->o.other_kernels ? kernels : kernels + 1))
             return keys[i];
@@ -387,7 +404,7 @@ static void place_states(struct x3_measure *s)
 {
     const x3_model *m = s->source->model;
     const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
-    const uint64_t clean = path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    const uint64_t clean = 2 * path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
     uint64_t budget = s->o.memory_bytes;
     size_t most = 0;
 
@@ -415,6 +432,7 @@ static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *er
     place_states(s);
     X3_TRY(rc, out, x3_measure_states(s, &s->calibration, &s->calibration.clean, err));
     X3_TRY(rc, out, x3_measure_states(s, &s->scored, &s->scored.clean, err));
+    X3_TRY(rc, out, x3_measure_states(s, &s->scored, &s->noisy, err));
     X3_TRY(rc, out, x3_layer_runner_create(&s->calibration.runner, s->dev, m, s->calibration.n, s->calibration.cols, err));
     X3_TRY(rc, out, x3_layer_runner_create(&s->scored.runner, s->dev, m, s->scored.n, X3_MEASURE_COLS, err));
     size_t most = 0;
@@ -441,7 +459,7 @@ static void announce(const struct x3_measure *s, size_t first)
 {
     const x3_model *m = s->source->model;
     const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
-    const uint64_t clean = path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    const uint64_t clean = 2 * path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
     size_t n_passes = 0, n_paths = 0, most = 0;
     char text[256];
 
@@ -485,6 +503,7 @@ out:
     x3_layer_runner_free(&s.scored.runner);
     x3_hidden_state_free(s.calibration.clean);
     x3_hidden_state_free(s.scored.clean);
+    x3_hidden_state_free(s.noisy);
     free(s.calibration.ids);
     free(s.scored.ids);
     free(s.paths);
@@ -546,7 +565,7 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
     const x3_model *m = source->model;
     cJSON *file = NULL, *expected = NULL;
     const char *codebook = NULL;
-    int64_t finished = 0;
+    int64_t finished = 0, method = 0, noise_bits = 0;
     x3_status rc;
 
     *out = (x3_measurement){0};
@@ -554,6 +573,12 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
     X3_TRY(rc, out, x3_measure_source(&expected, source, err));
     if (x3_json_get(file, "exl3_measurement") == NULL || !cJSON_IsArray(x3_json_get(file, "linears"))) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is no measurement of exl3-quantize", path);
+        goto out;
+    }
+    X3_TRY(rc, out, x3_json_int(file, "exl3_measurement", 0, 1000, true, &method, path, err));
+    if (method != METHOD) {
+        rc = x3_fail(err, X3_ERR_INPUT, "%s: was measured by method %lld, this program reads method %d: measure again", path,
+                     (long long)method, METHOD);
         goto out;
     }
     if (!cJSON_Compare(x3_json_get(file, "source"), expected, true)) {
@@ -572,6 +597,8 @@ x3_status x3_measurement_load(x3_measurement *out, const char *path, const x3_ch
         rc = x3_fail(err, X3_ERR_INPUT, "%s: codebook \"%.60s\" is unknown", path, codebook);
         goto out;
     }
+    X3_TRY(rc, out, x3_json_int(x3_json_get(file, "options"), "noise_bits", 1, 8, true, &noise_bits, path, err));
+    out->noise_bits = (int)noise_bits;
     X3_TRY(rc, out, x3_hash_file(path, &out->hash, err));
     rc = read_list(out, x3_json_get(file, "linears"), path, m, err);
 out:
@@ -594,6 +621,6 @@ x3_status x3_measurement_costs(const x3_measurement *m, double (**cost)[8], x3_e
 
     for (size_t i = 0; rc == X3_OK && i < m->n; i++)
         for (int K = 1; K <= 8; K++)
-            (*cost)[i][K - 1] = m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, X3_MEASURE_K);
+            (*cost)[i][K - 1] = m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, m->noise_bits);
     return rc;
 }

@@ -1,17 +1,20 @@
-/* What each linear's error does to the end: noise of the size and shape that quantizing to MEASURE_K bits leaves is put
- * into one linear of the unquantized model at a time, and the KL of the logits is read on a few rows of text. From there,
- * KL is taken to be proportional to the error of the search at other K (allocate.h adds these up).
+/* What each linear's error does to the end: noise of the size and shape that quantizing to noise_bits leaves is put
+ * into all linears of the model, and into one at a time twice of it (four times the energy: about a bit less). The rise of
+ * the KL of the logits on a few rows of text, by a third, is the linear's cost at noise_bits; it is taken to be
+ * proportional to the error of the search at other K (allocate.h adds costs up). The rise is measured in the noisy model
+ * because the plan is for one: costs in an otherwise exact model are too high for attention and for early layers, by up to
+ * four times, against those of single experts and late layers.
  *
- * Every disturbed linear is a path of hidden states of its own; a pass over the layers carries as many as the memory
- * holds, so a model is read once, or a few times. Finished passes are in the file, and a resumed measurement goes on
- * behind them. One measurement serves every size. */
+ * Every linear with twice the noise is a path of hidden states of its own; a pass over the layers carries as many as the
+ * memory holds, so a model is read once, or a few times. Finished passes are in the file, and a resumed measurement goes
+ * on behind them. One measurement serves every size. */
 #ifndef X3_MEASURE_H
 #define X3_MEASURE_H
 
 #include "quant/allocate.h"
 #include "quant/job.h"
 
-#define X3_MEASURE_K 3
+#define X3_MEASURE_K 3 /* default of noise_bits */
 
 /* What to do with a file that is there: replace it; go on with it and refuse one of other options; go on with it if its
  * options are these, else replace it. */
@@ -22,6 +25,7 @@ typedef struct x3_measure_options {
     const char *const *texts;
     size_t n_texts, rows, cols; /* rows x cols calibrate the noise */
     size_t score_rows;          /* rows of 256 positions whose logits are compared */
+    int noise_bits;             /* 1 to 8: near those of the plan is best */
     x3_codebook codebook;
     uint64_t seed, memory_bytes; /* of the host for hidden states; 0: half of what it has */
     const char *device;
@@ -32,14 +36,21 @@ typedef struct x3_measure_options {
     const char *command;
 } x3_measure_options;
 
+/* The noise for plans of so many bits. */
+static inline int x3_measure_noise_for(double bits)
+{
+    return bits < 1.5 ? 1 : bits > 7.5 ? 8 : (int)(bits + 0.5);
+}
+
 /* Text that datasets.txt lists for evaluation is refused. */
 x3_status x3_measure_run(const x3_measure_options *options, const x3_job_events *events, x3_findings *findings,
                          x3_err *err) X3_MUST;
 
 typedef struct x3_measurement {
     x3_codebook codebook;
+    int noise_bits;
     size_t n;       /* linears of the layers, in the order of x3_model_linear */
-    double *kl;     /* [n] mean KL in nats with the noise of X3_MEASURE_K bits; 0 for what is not quantized */
+    double *kl;     /* [n] cost in nats at noise_bits; 0 for what is not quantized or did nothing */
     uint64_t hash;  /* of the file */
 } x3_measurement;
 

@@ -13,7 +13,7 @@ struct x3_measured_member {
     double share, error; /* error: relative output error of its noise */
 };
 
-/* Hidden states with noise in one linear, or in one projection of all experts of a layer. */
+/* Hidden states with twice the noise in one linear, or in one projection of all experts of a layer. */
 struct x3_measured_path {
     struct x3_measured_member *members;
     size_t n_members;
@@ -35,6 +35,7 @@ struct x3_measure {
     x3_checkpoint *source;
     x3_corpus *corpus;
     struct x3_measured_rows calibration, scored;
+    x3_hidden_state *noisy; /* the scored rows with noise in all linears: where all paths begin */
     struct x3_measured_path *paths; /* of this pass */
     size_t n_paths, max_paths;
     x3_hidden_place place; /* of all states: the device's memory or the host's */
@@ -46,7 +47,7 @@ x3_status x3_measure_states(const struct x3_measure *s, const struct x3_measured
                             x3_err *err) X3_MUST;
 /* Paths that begin in a layer. */
 size_t x3_measure_paths_of(const x3_layer_desc *l);
-/* The clean rows and all paths through a layer; with `starts`, new paths begin here. */
+/* The clean rows, the noisy ones and all paths through a layer; with `starts`, new paths begin here. */
 x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_err *err) X3_MUST;
 
 #endif

@@ -17,6 +17,7 @@ struct layer_work {
     x3_layer_weights w;
     x3_layer_stats stats;
     x3_quant_linear *noisy; /* [l->n_linears] */
+    x3_weight *clean;       /* [l->n_linears]: those of w while it holds the noisy ones */
     double *mass;           /* [l->n_linears]: squared routing weights an expert got; 0 for other linears */
 };
 
@@ -33,7 +34,7 @@ static x3_status disturb_input(struct layer_work *t, size_t first, size_t n, x3_
 
     for (size_t i = first; i < first + n; i++) {
         const x3_linear_desc *d = &t->l->linears[i];
-        t->noisy[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = X3_MEASURE_K};
+        t->noisy[i] = (x3_quant_linear){.name = d->name, .n_in = d->n_in, .n_out = d->n_out, .K = t->s->o.noise_bits};
         X3_TRY(rc, out, x3_dense_floats(&t->noisy[i].d_w, t->s->dev, &t->w.linears[i], err));
         t->mass[i] = x3_layer_expert(t->l, i) < 0 ? 0 : h->weight;
     }
@@ -133,34 +134,75 @@ static void share(const struct layer_work *t, struct x3_measured_path *p, const 
         p->members[i].share = sum > 0 ? p->members[i].share / sum : 1 / (double)u->n;
 }
 
-/* A new path: the layer with the linears of a unit disturbed. The layer's weights are as they were afterwards. */
+/* w's linears become the noisy ones, or the clean ones again. */
+static void exchange(struct layer_work *t, bool to_noisy)
+{
+    for (size_t i = 0; i < t->l->n_linears; i++) {
+        if (!t->l->linears[i].quantized)
+            continue;
+        if (to_noisy)
+            t->clean[i] = t->w.linears[i];
+        t->w.linears[i] = to_noisy ? t->noisy[i].weight : t->clean[i];
+        t->w.linears[i].bias = t->clean[i].bias;
+    }
+}
+
+/* Clean weights and twice the noise: 2 (W + E) - W, in *out. */
+static x3_status double_noise(struct layer_work *t, size_t linear, x3_weight *out, x3_err *err)
+{
+    const size_t n = t->l->linears[linear].n_in * t->l->linears[linear].n_out;
+    const float *d_sum = NULL, *d_noisy = NULL, *d_clean = NULL;
+    x3_device *dev = t->s->dev;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_dense_floats(&d_sum, dev, &t->noisy[linear].weight, err));
+    X3_TRY(rc, out, x3_dense_floats(&d_noisy, dev, &t->noisy[linear].weight, err));
+    X3_TRY(rc, out, dev->ops->axpy(dev, 1, d_noisy, (float *)(uintptr_t)d_sum, n, err));
+    X3_TRY(rc, out, x3_dense_floats(&d_clean, dev, &t->clean[linear], err));
+    X3_TRY(rc, out, dev->ops->axpy(dev, -1, d_clean, (float *)(uintptr_t)d_sum, n, err));
+    *out = t->noisy[linear].weight;
+    out->data = d_sum;
+    out->bias = t->clean[linear].bias;
+    d_sum = NULL;
+out:
+    x3_device_free(dev, (void *)(uintptr_t)d_sum);
+    x3_device_free(dev, (void *)(uintptr_t)d_noisy);
+    x3_device_free(dev, (void *)(uintptr_t)d_clean);
+    return rc;
+}
+
+/* A new path: the noisy layer with twice the noise in the linears of a unit. The layer's weights are as they were afterwards. */
 static x3_status begin_path(struct layer_work *t, const struct unit *u, x3_err *err)
 {
     struct x3_measure *s = t->s;
     struct x3_measured_path *p = &s->paths[s->n_paths];
-    x3_weight *old = NULL;
+    x3_weight *doubled = NULL;
+    size_t n = 0;
     x3_status rc;
 
     *p = (struct x3_measured_path){.n_members = u->n};
     X3_TRY(rc, out, x3_alloc(&p->members, u->n, sizeof *p->members, err));
     s->n_paths++;
     X3_TRY(rc, out, x3_measure_states(s, &s->scored, &p->states, err));
-    X3_TRY(rc, out, x3_alloc(&old, u->n, sizeof *old, err));
-    X3_TRY(rc, out, x3_hidden_state_copy(p->states, s->scored.clean, err));
-    for (size_t i = 0; i < u->n; i++) {
-        const size_t at = u->first + i * u->stride;
-        p->members[i] = (struct x3_measured_member){&t->l->linears[at], 1, t->noisy[at].error_source};
-        old[i] = t->w.linears[at];
-        t->w.linears[at] = t->noisy[at].weight;
-        t->w.linears[at].bias = old[i].bias;
+    X3_TRY(rc, out, x3_alloc(&doubled, u->n, sizeof *doubled, err));
+    X3_TRY(rc, out, x3_hidden_state_copy(p->states, s->noisy, err));
+    for (; n < u->n; n++) {
+        const size_t at = u->first + n * u->stride;
+        p->members[n] = (struct x3_measured_member){&t->l->linears[at], 1, t->noisy[at].error_source};
+        X3_TRY(rc, out, double_noise(t, at, &doubled[n], err));
+        t->w.linears[at] = doubled[n];
     }
     if (u->n > 1)
         share(t, p, u);
     rc = x3_run_layer(&s->scored.runner, &t->w, p->states, err);
-    for (size_t i = 0; i < u->n; i++)
-        t->w.linears[u->first + i * u->stride] = old[i];
 out:
-    free(old);
+    for (size_t i = 0; i < n; i++) {
+        const size_t at = u->first + i * u->stride;
+        t->w.linears[at] = t->noisy[at].weight;
+        t->w.linears[at].bias = t->clean[at].bias;
+        x3_device_free(s->dev, (void *)(uintptr_t)doubled[i].data);
+    }
+    free(doubled);
     return rc;
 }
 
@@ -183,6 +225,19 @@ out:
 
 /* ---- the layer ---- */
 
+/* All that goes through the noisy layer. */
+static x3_status run_noisy(struct layer_work *t, size_t n_older, bool starts, x3_err *err)
+{
+    struct x3_measure *s = t->s;
+    x3_status rc = starts ? begin_paths(t, err) : X3_OK;
+
+    for (size_t i = 0; i < n_older && rc == X3_OK; i++) {
+        rc = x3_run_layer(&s->scored.runner, &t->w, s->paths[i].states, err);
+        progress(s, 1, t->l->prefix);
+    }
+    return rc == X3_OK ? x3_run_layer(&s->scored.runner, &t->w, s->noisy, err) : rc;
+}
+
 x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_err *err)
 {
     const x3_layer_desc *l = &s->source->model->layers[layer];
@@ -192,28 +247,25 @@ x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_e
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&t.noisy, l->n_linears, sizeof *t.noisy, err));
+    X3_TRY(rc, out, x3_alloc(&t.clean, l->n_linears, sizeof *t.clean, err));
     X3_TRY(rc, out, x3_alloc(&t.mass, l->n_linears, sizeof *t.mass, err));
     X3_TRY(rc, out, x3_layer_weights_load(&t.w, s->dev, s->source, l, err));
     X3_TRY(rc, out, x3_layer_runner_prepare(&s->calibration.runner, l, err));
     X3_TRY(rc, out, x3_layer_runner_prepare(&s->scored.runner, l, err));
-    if (starts) {
-        X3_TRY(rc, out, x3_layer_stats_create(&t.stats, s->dev, l, &experts, false, err));
-        X3_TRY(rc, out, disturb_layer(&t, err));
-        X3_TRY(rc, out, begin_paths(&t, err));
-    }
-    for (size_t i = 0; i < n_older; i++) {
-        X3_TRY(rc, out, x3_run_layer(&s->scored.runner, &t.w, s->paths[i].states, err));
-        progress(s, 1, l->prefix);
-    }
+    X3_TRY(rc, out, x3_layer_stats_create(&t.stats, s->dev, l, &experts, false, err));
+    X3_TRY(rc, out, disturb_layer(&t, err));
     X3_TRY(rc, out, x3_run_layer(&s->calibration.runner, &t.w, s->calibration.clean, err));
-    rc = x3_run_layer(&s->scored.runner, &t.w, s->scored.clean, err);
+    X3_TRY(rc, out, x3_run_layer(&s->scored.runner, &t.w, s->scored.clean, err));
+    exchange(&t, true);
+    rc = run_noisy(&t, n_older, starts, err);
+    exchange(&t, false);
 out:
     for (size_t i = 0; t.noisy != NULL && i < l->n_linears; i++)
         x3_quant_linear_free(s->dev, &t.noisy[i]);
     free(t.noisy);
+    free(t.clean);
     free(t.mass);
-    if (starts)
-        x3_layer_stats_free(&t.stats);
+    x3_layer_stats_free(&t.stats);
     x3_layer_weights_free(&t.w);
     return rc;
 }

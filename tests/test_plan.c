@@ -297,7 +297,7 @@ X3_TEST(measurement_in_one_pass_and_in_many_is_the_same)
     x3_checkpoint *c = open_tiny(model, &t);
     x3_tiny_text(text, 2200, 1);
     x3_measure_options o = {.model = model, .out = one, .texts = (const char *const[]){text}, .n_texts = 1, .rows = 4,
-                            .cols = 128, .score_rows = 2, .codebook = X3_CB_MUL1, .seed = 1, .device = "cpu", .n_threads = 2};
+                            .cols = 128, .score_rows = 2, .noise_bits = 3, .codebook = X3_CB_MUL1, .seed = 1, .device = "cpu", .n_threads = 2};
     CHECK_OK(x3_measure_run(&o, NULL, &findings, &err), &err);
     CHECK_OK(x3_measurement_load(&a, one, c, &err), &err);
     o.out = many;
@@ -328,6 +328,10 @@ X3_TEST(measurement_in_one_pass_and_in_many_is_the_same)
 
     o.seed = 2;
     CHECK_FAILS(x3_measure_run(&o, NULL, &findings, &err), &err, "is a measurement with other options");
+    CHECK((at = strstr(again, "\"exl3_measurement\":\t2")) != NULL);
+    at[strlen("\"exl3_measurement\":\t")] = '1';
+    x3_test_write(many, again, strlen(again));
+    CHECK_FAILS(x3_measurement_load(&b, many, c, &err), &err, "was measured by method 1, this program reads method 2");
     x3_checkpoint_close(c);
     t.hidden = 256;
     c = open_tiny(x3_test_path(root, "other"), &t);
@@ -360,7 +364,7 @@ X3_TEST(measurement_of_experts_shares_what_they_cost_and_does_not_depend_on_pass
     x3_checkpoint *c = open_tiny(model, &t);
     x3_tiny_text(text, 2200, 1);
     x3_measure_options o = {.model = model, .out = out, .texts = (const char *const[]){text}, .n_texts = 1, .rows = 4,
-                            .cols = 128, .score_rows = 2, .codebook = X3_CB_MUL1, .seed = 1, .device = "cpu", .n_threads = 2};
+                            .cols = 128, .score_rows = 2, .noise_bits = 3, .codebook = X3_CB_MUL1, .seed = 1, .device = "cpu", .n_threads = 2};
     CHECK_OK(x3_measure_run(&o, NULL, &findings, &err), &err);
     CHECK_OK(x3_measurement_load(&a, out, c, &err), &err);
     o.memory_bytes = 1; /* a layer a pass */

@@ -27,10 +27,10 @@ static int usage(const char *command, const char *what)
 
 static struct measure_values {
     const char *model, *out, *device, *codebook;
-    uint64_t rows, cols, score_rows, memory, seed, threads;
+    uint64_t rows, cols, score_rows, noise_bits, memory, seed, threads;
     x3_list texts, ignored;
     bool resume, json;
-} measure_values = {.device = "cpu", .codebook = "mul1", .rows = 16, .cols = 2048, .score_rows = 16, .seed = 1};
+} measure_values = {.device = "cpu", .codebook = "mul1", .rows = 16, .cols = 2048, .score_rows = 16, .noise_bits = X3_MEASURE_K, .seed = 1};
 
 static const x3_option measure_options[] = {
     {"out", X3_OPT_TEXT, offsetof(struct measure_values, out), "FILE", "the measurement", 0, 0, true},
@@ -38,6 +38,7 @@ static const x3_option measure_options[] = {
     {"rows", X3_OPT_COUNT, offsetof(struct measure_values, rows), "N", "calibration rows that shape the noise (16)", 1, 1e9, false},
     {"cols", X3_OPT_COUNT, offsetof(struct measure_values, cols), "N", "tokens of such a row (2048)", 1, 1e6, false},
     {"score-rows", X3_OPT_COUNT, offsetof(struct measure_values, score_rows), "N", "rows of 256 tokens whose KL is read (16)", 1, 1e6, false},
+    {"noise-bits", X3_OPT_COUNT, offsetof(struct measure_values, noise_bits), "K", "of the noise; near those of the plan is best (3)", 1, 8, false},
     {"codebook", X3_OPT_TEXT, offsetof(struct measure_values, codebook), "C", "mul1, mcg or 3inst (mul1)", 0, 0, false},
     {"seed", X3_OPT_COUNT, offsetof(struct measure_values, seed), "N", "of the noise (1)", 0, 9e15, false},
     {"memory", X3_OPT_SIZE, offsetof(struct measure_values, memory), "SIZE", "host memory for hidden states (half of what there is)", 0, 0, false},
@@ -52,7 +53,7 @@ static int run_measure(void *values, const char *command_line)
 {
     struct measure_values *v = values;
     x3_measure_options o = {.model = v->model, .out = v->out, .texts = v->texts.items, .n_texts = v->texts.n,
-                            .rows = v->rows, .cols = v->cols, .score_rows = v->score_rows, .seed = v->seed,
+                            .rows = v->rows, .cols = v->cols, .score_rows = v->score_rows, .noise_bits = (int)v->noise_bits, .seed = v->seed,
                             .memory_bytes = v->memory, .device = v->device, .n_threads = (int)v->threads,
                             .start = v->resume ? X3_MEASURE_RESUME : X3_MEASURE_NEW, .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
@@ -182,7 +183,8 @@ x3_status x3_plan_for_run(const x3_job_options *options, const char *measure_pat
     const x3_measure_options m = {
         .model = options->model, .out = measure_path, .texts = options->texts, .n_texts = options->n_texts,
         .rows = measure_values.rows < options->rows ? measure_values.rows : options->rows, .cols = options->cols,
-        .score_rows = measure_values.score_rows, .codebook = options->quant.codebook, .seed = options->quant.seed,
+        .score_rows = measure_values.score_rows, .noise_bits = x3_measure_noise_for(options->bits),
+        .codebook = options->quant.codebook, .seed = options->quant.seed,
         .memory_bytes = options->memory_bytes, .device = options->device, .n_threads = options->n_threads,
         .start = options->resume ? X3_MEASURE_RESUME : X3_MEASURE_REUSE,
         .other_kernels = options->other_kernels, .ignored_options = options->ignored_options, .command = options->command};
