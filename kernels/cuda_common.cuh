@@ -138,9 +138,12 @@ template <int K> static __device__ __forceinline__ lane_bits lane_bits_of(int la
     return l;
 }
 
+/* Bits of the window from 0 up, from 32 up, from 64 up; at K <= 4, where two words hold it, from 0 and from WINDOW_HIGH up. */
 typedef struct window {
     uint32_t low, high, top;
 } window;
+
+#define WINDOW_HIGH(K) ((K) == 4 ? 16 : 8)
 
 template <int K> static __device__ __forceinline__ window window_load(const uint32_t *tile, lane_bits l)
 {
@@ -149,20 +152,21 @@ template <int K> static __device__ __forceinline__ window window_load(const uint
     window w;
 
     w.low = aligned ? a : __funnelshift_r(a, b, l.shift);
-    w.high = aligned ? b : K >= 5 ? __funnelshift_r(b, c, l.shift) : b >> l.shift;
+    if (K <= 4)
+        w.high = K <= 2 ? 0 : __funnelshift_rc(a, b, (aligned ? 0 : l.shift) + WINDOW_HIGH(K));
+    else
+        w.high = aligned ? b : __funnelshift_r(b, c, l.shift);
     w.top = aligned ? c : c >> l.shift;
     return w;
 }
 
-/* 32 bits of the window from bit T up; at K <= 2 the window has no more than 30. */
+/* 32 bits of the window from bit T up. */
 template <int K, int T> static __device__ __forceinline__ uint32_t window_from(window w)
 {
     if (T == 0)
         return w.low;
     if (T == 32)
         return w.high;
-    if (K <= 2)
-        return w.low >> (T & 31);
     if (T < 32)
         return __funnelshift_r(w.low, w.high, T & 31);
     return T + 16 <= 64 ? w.high >> (T & 31) : __funnelshift_r(w.high, w.top, T & 31);
@@ -173,20 +177,29 @@ template <int K, int T> static __device__ __forceinline__ uint32_t window_from(w
  * permute are the busiest; states 8 bits apart share a shift. */
 template <int K, int J> static __device__ __forceinline__ uint32_t window_state(window w)
 {
-    constexpr int t = (7 - J) * K, in_word = t % 32, left = (8 - in_word % 8) % 8;
+    constexpr int t = (7 - J) * K;
 
-    if constexpr (in_word + left <= 16)
-        return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
-    else
-        return __byte_perm(window_from<K, t>(w), 0, 0x4410);
+    if constexpr (K <= 4) {
+        constexpr bool low = t <= 16;
+        constexpr int at = low ? t : t - WINDOW_HIGH(K), left = (8 - at % 8) % 8;
+        static_assert(at + left <= 16, "the state ends inside the word");
+        return __byte_perm((low ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((at + left) / 8));
+    } else {
+        constexpr int in_word = t % 32, left = (8 - in_word % 8) % 8;
+        if constexpr (in_word + left <= 16)
+            return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
+        else
+            return __byte_perm(window_from<K, t>(w), 0, 0x4410);
+    }
 }
 
 /* Decoding on the tensor cores, which a small product leaves idle: what has to be summed within a lane's word (the four
- * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time.
- * The sums of neighbouring words come out in one lane, those of words 2 i and 2 i + 1 of a quad of lanes where
- * words 0 .. 3 are the first words of its lanes and 4 .. 7 the second ones. */
+ * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time. The sums
+ * of mul1 come out one to a register; a second product, float16 with exact sums that are rounded once, scales, shifts and
+ * packs them. */
 typedef struct ones {
-    uint32_t b[2];               /* column g of the matrix sums word g */
+    uint32_t b[2];               /* column 2 i of the matrix sums word i, column 2 i + 1 word i + 4 */
+    uint32_t pack[2];            /* mul1: the same columns of the second one take numbers 2 i and 2 i + 8 */
     uint32_t multiplier, addend; /* 3inst and mcg, which differ in them alone */
 } ones;
 
@@ -215,28 +228,44 @@ template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane,
     const uint32_t one = CODEBOOK == X3_CB_MUL1 ? 0x01010101u : 0x3C003C00u;
     ones o;
 
-    o.b[0] = (lane & 3) == lane >> 2 ? one : 0;
-    o.b[1] = (lane & 3) + 4 == lane >> 2 ? one : 0;
+    for (int i = 0; i < 2; i++) {
+        const bool here = 2 * (lane & 3) + i == lane >> 2;
+        o.b[i] = here ? one : 0;
+        o.pack[i] = here ? 0x1EEEu : 0;
+    }
     o.multiplier = multiplier;
     o.addend = addend;
     return o;
 }
 
-/* out[0] and out[1]: values of the words w[0], w[2] and w[1], w[3] of the quad's lanes, two float16 each. */
-template <int CODEBOOK> static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
+/* c + a b, float16 throughout, the sum rounded once. */
+static __device__ __forceinline__ void mma_half(uint32_t out[2], const uint32_t a[4], const uint32_t b[2], uint32_t c)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
+        : "=r"(out[0]), "=r"(out[1])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c));
+}
+
+/* Values of a lane's words w[0], w[1] to out[0], of w[2], w[3] to out[1]. TENSOR: where mul1's sums are packed, which is
+ * nothing to the result. */
+template <int CODEBOOK, bool TENSOR>
+static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
 {
     if (CODEBOOK == X3_CB_MUL1) {
-        uint32_t s[4]; /* 0x6400 + sum: as a float16, 1024 + sum exactly */
+        uint32_t s[4]; /* of w[0], w[2], w[1], w[3]: 0x6400 + sum, as float16 pairs 1024 + sum, exactly, and 0 */
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=r"(s[0]), "=r"(s[1]), "=r"(s[2]), "=r"(s[3])
             : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0x6400));
-        const __half2 a = bits_half2(0x1EEE1EEEu), b = bits_half2(0xC931C931u);
-        out[0] = half2_bits(__hfma2(bits_half2(__byte_perm(s[0], s[1], 0x5410)), a, b));
-        out[1] = half2_bits(__hfma2(bits_half2(__byte_perm(s[2], s[3], 0x5410)), a, b));
+        const uint32_t factor = 0x1EEE1EEEu, offset = 0xC931C931u;
+        if (TENSOR) {
+            mma_half(out, s, o.pack, offset);
+        } else {
+            for (int i = 0; i < 2; i++)
+                out[i] = half2_bits(__hfma2(bits_half2(__byte_perm(s[i], s[i + 2], 0x5410)), bits_half2(factor), bits_half2(offset)));
+        }
     } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
-            : "=r"(out[0]), "=r"(out[1])
-            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0));
+        const uint32_t a[4] = {w[0], w[2], w[1], w[3]};
+        mma_half(out, a, o.b, 0);
     }
 }
 
@@ -248,25 +277,35 @@ template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t
                                   : ((state * o.multiplier + o.addend) & 0x8FFF8FFFu) ^ 0x3B603B60u;
 }
 
-/* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). The sums above have moved rows
- * between lanes: index i of the operand's second dimension is row tile_operand_row(i). */
+#ifndef X3_PACKS
+#define X3_PACKS(K) 2
+#endif
+
+/* A tile as two B operands of mma_f16, b[0 .. 1] of its columns (outputs) 0 .. 7 and b[2 .. 3] of the others. */
 template <int K, int CODEBOOK>
-static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
+static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t b[4])
 {
     const window w = window_load<K>(tile, l);
-    const uint32_t low[4] = {window_mixed<K, CODEBOOK, 0>(w, o), window_mixed<K, CODEBOOK, 4>(w, o),
-                             window_mixed<K, CODEBOOK, 1>(w, o), window_mixed<K, CODEBOOK, 5>(w, o)};
-    const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 6>(w, o),
-                              window_mixed<K, CODEBOOK, 3>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
+    const uint32_t first[4] = {window_mixed<K, CODEBOOK, 0>(w, o), window_mixed<K, CODEBOOK, 1>(w, o),
+                               window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 3>(w, o)};
+    const uint32_t second[4] = {window_mixed<K, CODEBOOK, 4>(w, o), window_mixed<K, CODEBOOK, 5>(w, o),
+                                window_mixed<K, CODEBOOK, 6>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
 
-    decode_quad<CODEBOOK>(low, o, a);
-    decode_quad<CODEBOOK>(high, o, a + 2);
+    decode_quad<CODEBOOK, (X3_PACKS(K) >= 1)>(first, o, b);
+    decode_quad<CODEBOOK, (X3_PACKS(K) >= 2)>(second, o, b + 2);
 }
 
-/* 0, 2, 4, 6, 1, 3, 5, 7 and the same + 8. */
-static __device__ __forceinline__ int tile_operand_row(int i)
+/* The same as one A operand, columns by rows. */
+template <int K, int CODEBOOK>
+static __device__ __forceinline__ void decode_tile_left(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
 {
-    return (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
+    uint32_t b[4];
+
+    decode_tile<K, CODEBOOK>(tile, l, o, b);
+    a[0] = b[0];
+    a[1] = b[2];
+    a[2] = b[1];
+    a[3] = b[3];
 }
 
 /* ---- floats -------------------------------------------------------------------------------------------------- */
@@ -333,12 +372,12 @@ static __device__ __forceinline__ void hadamard_128(float v[4], int lane)
     v[2] = a - c;
     v[3] = b - d;
 #pragma unroll
-    for (int stride = 1; stride < X3_WARP; stride *= 2)
+    for (int stride = 1; stride < X3_WARP; stride *= 2) {
+        const float sign = lane & stride ? -1.0f : 1.0f;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float other = __shfl_xor_sync(X3_ALL_LANES, v[e], stride);
-            v[e] = lane & stride ? other - v[e] : v[e] + other;
-        }
+        for (int e = 0; e < 4; e++)
+            v[e] = fmaf(v[e], sign, __shfl_xor_sync(X3_ALL_LANES, v[e], stride)); /* the product is exact */
+    }
 #pragma unroll
     for (int e = 0; e < 4; e++)
         v[e] *= 0.08838834764831845f;
@@ -388,13 +427,18 @@ static __device__ __forceinline__ void store_4(const float v[4], void *y, x3_cud
     }
 }
 
+/* v *= four float16. */
+static __device__ __forceinline__ void scale_4_by(float v[4], uint2 scale)
+{
+    float2 p = __half22float2(bits_half2(scale.x)), q = __half22float2(bits_half2(scale.y));
+
+    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+}
+
 /* v *= scale[i .. i + 3], float16. */
 static __device__ __forceinline__ void scale_4(float v[4], const uint16_t *scale, size_t i)
 {
-    uint2 h = *(const uint2 *)(scale + i);
-    float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
-
-    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+    scale_4_by(v, *(const uint2 *)(scale + i));
 }
 
 #endif

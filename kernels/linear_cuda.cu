@@ -84,18 +84,17 @@ x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
 /* Block (b, r): 128 inputs of 16 rows, a warp a row, to fragments [r][8 b ..][lane]. Rows past the end become zero. */
 static __global__ void __launch_bounds__(ROTATE_WARPS *X3_WARP) rotate_fragments(const __grid_constant__ linear_args a)
 {
-    __shared__ __align__(16) uint32_t fragments[8 * X3_WARP * 4]; /* [unit][lane][row / 8][2] */
+    __shared__ __align__(16) uint32_t fragments[8 * X3_WARP * 4]; /* [unit][lane][word] */
     const int lane = threadIdx.x & 31, r = threadIdx.x >> 5, row = blockIdx.y * 16 + r;
-    uint32_t words[2] = {0, 0};
+    uint32_t *to = fragments + ((lane >> 2) * X3_WARP + 4 * (r >> 1)) * 4 + input_slot(r, lane);
+    uint2 words = {0, 0};
 
     release_next_kernel();
     wait_for_previous_kernel();
     if (row < a.n_rows)
-        rotate_inputs(a, row, blockIdx.x, lane, words);
-    for (int i = 0; i < 2; i++) {
-        const int word = operand_word(lane, i), q = word / 2, high = word % 2;
-        fragments[((lane >> 2) * X3_WARP + 4 * (r & 7) + q) * 4 + 2 * (r >> 3) + high] = words[i];
-    }
+        words = rotate_inputs(load_inputs(a, row, blockIdx.x, lane), lane);
+    to[0] = words.x;
+    to[4] = words.y;
     __syncthreads();
     if (threadIdx.x < 8 * X3_WARP)
         a.fragments[((size_t)blockIdx.y * a.n_units_in + blockIdx.x * 8) * X3_WARP + threadIdx.x] =
@@ -186,7 +185,7 @@ static bool fit(const x3_cuda_info *info, int K, linear_shape shape, linear_args
 {
     const size_t most_units = (size_t)(a->n_units_each + (a->n_units_more > 0));
     const size_t rest = linear_sums_bytes(shape, a->n_rows) +
-                        (shape == LINEAR_FOLDED ? most_units * (size_t)a->n_rows * X3_TILE * 2 : 0) + 64;
+                        (shape == LINEAR_FOLDED ? most_units * (size_t)((a->n_rows + 1) / 2) * 64 : 0) + 64;
 
     for (a->n_stages = 4; a->n_stages >= 2; a->n_stages--) {
         *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
@@ -232,7 +231,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
                                        args, "linear, rotating inputs", err));
         overlap = true; /* the weights were there before the kernel just queued */
     }
-    const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 8 * LINEAR_GROUPS(shape) - 1) / (8 * LINEAR_GROUPS(shape))));
+    const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 16 * LINEAR_GROUPS(shape) - 1) / (16 * LINEAR_GROUPS(shape))));
     return x3_cuda_launch(info, kernels.linear[decoder_of(g->codebook)][shape], grid, LINEAR_WARPS(shape) * X3_WARP, shared_bytes, overlap,
                         stream, args, "linear", err);
 }

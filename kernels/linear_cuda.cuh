@@ -12,7 +12,9 @@
 #define N_CHAINS 8
 #define STRIPE_COLS 128
 #define STRIPE_TILES (STRIPE_COLS / X3_TILE)
+#ifndef LINEAR_STAGE_UNITS
 #define LINEAR_STAGE_UNITS(K) ((K) <= 3 ? 4 : 2) /* units of a chain that arrive in shared memory together */
+#endif
 #define LINEAR_SUMS_PAD 4                        /* keeps the rows of sums in different banks */
 #define FOLD_ROWS 4                   /* up to here every block rotates its own inputs */
 
@@ -31,18 +33,23 @@ typedef struct linear_args {
     int n_units_each;          /* of a block, */
     int n_units_more;          /* and this many blocks take one more */
     int n_stages;              /* of a warp's ring in shared memory */
-    uint4 *fragments;          /* rotated inputs as operands: [row / 16][unit][lane]; unused when folded */
+    uint4 *fragments;          /* rotated inputs as A operands: [row / 16][unit][lane]; unused when folded */
     float *partial;            /* [slot][row][128], slot = block + stripe */
     int *counters;             /* [row group][stripe] segments that have arrived; zero between calls */
 } linear_args;
 
-/* Compiled forms, by the rows that a block keeps: groups of 8 rows, tiles (of 16 outputs) a warp multiplies at a time, warps.
+/* Compiled forms, by the rows that a block keeps: groups of 16 rows, tiles (of 16 outputs) a warp multiplies at a time, warps.
  * Many warps hide latency where few rows leave registers free. */
 typedef enum linear_shape { LINEAR_FOLDED, LINEAR_16, LINEAR_32, LINEAR_64, LINEAR_SHAPES } linear_shape;
 
-#define LINEAR_GROUPS(s) ((s) == LINEAR_64 ? 8 : (s) == LINEAR_32 ? 4 : (s) == LINEAR_16 ? 2 : 1)
+#define LINEAR_GROUPS(s) ((s) == LINEAR_64 ? 4 : (s) == LINEAR_32 ? 2 : 1)
+#ifdef MORE_WARPS
+#define LINEAR_TILES(s) ((s) == LINEAR_FOLDED ? 2 : 4)
+#define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : (s) == LINEAR_FOLDED ? 32 : 16)
+#else
 #define LINEAR_TILES(s) 4
 #define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : 16)
+#endif
 
 /* The kernels of one K (one object file each), by decoder_of the codebook. */
 typedef struct linear_kernels {
@@ -76,24 +83,36 @@ static inline size_t linear_sums_bytes(linear_shape s, int n_rows)
     return (size_t)N_CHAINS * (size_t)(n_rows < 8 ? n_rows : 8) * (cols + LINEAR_SUMS_PAD) * sizeof(float);
 }
 
-/* Rotated inputs 128 * block + 4 * lane .. of a row: those two and two that are neighbours in an operand. */
-static __device__ __forceinline__ void rotate_inputs(const linear_args &a, int row, int block, int lane, uint32_t words[2])
+/* What is read for inputs 128 * block + 4 * lane .. of a row. */
+typedef struct raw_inputs {
+    float v[4];
+    uint2 scale;
+} raw_inputs;
+
+static __device__ __forceinline__ raw_inputs load_inputs(const linear_args &a, int row, int block, int lane)
 {
     const size_t i = (size_t)block * X3_HADAMARD + 4 * lane;
-    float v[4];
+    raw_inputs r;
 
-    load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
-    scale_4(v, a.suh, i);
-    hadamard_128(v, lane);
-    words[0] = half2_bits(__floats2half2_rn(v[0], v[2]));
-    words[1] = half2_bits(__floats2half2_rn(v[1], v[3]));
+    r.scale = *(const uint2 *)(a.suh + i);
+    load_4(r.v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
+    return r;
 }
 
-/* Where they belong among the 8 words [q][2] of their unit, unit lane / 4 of the block: rows 0, 2, .. come before rows
- * 1, 3, .. (tile_operand_row), and rows 8 .. 15 are the second word of a lane. */
-static __device__ __forceinline__ int operand_word(int lane, int which)
+/* Rotated: numbers 0, 1 and 2, 3 of the lane. */
+static __device__ __forceinline__ uint2 rotate_inputs(raw_inputs r, int lane)
 {
-    return 2 * (2 * which + (lane & 1)) + (lane >> 1 & 1);
+    scale_4_by(r.v, r.scale);
+    hadamard_128(r.v, lane);
+    return make_uint2(half2_bits(__floats2half2_rn(r.v[0], r.v[1])), half2_bits(__floats2half2_rn(r.v[2], r.v[3])));
+}
+
+/* An operand of mma_f16 has four words for q = 0 .. 3 of two rows: numbers 2 q and 2 q + 1 of the first, of the second, numbers
+ * 2 q + 8 and 2 q + 9 likewise. Row r of 16 is row r / 2 + 8 * (r % 2) of the operand, so a pair of rows shares four words.
+ * Index of the first word of rotate_inputs among the 16 of unit lane / 4 and its pair; the second comes 4 later. */
+static __device__ __forceinline__ int input_slot(int row, int lane)
+{
+    return 8 * (lane & 1) + (lane & 2) + (row & 1);
 }
 
 #endif

@@ -244,16 +244,35 @@ static size_t planned_rows(const x3_job *job)
     return job->n_rows == 0 ? job->o.rows : job->n_rows;
 }
 
-/* What the device's operations need for themselves: the most that any group of linears asks for. */
+/* Sizes of the two short measurements: enough to occupy a device. */
+struct probe {
+    size_t n_in, n_out; /* of the encoder's */
+    size_t rows, dim;   /* of the product's */
+    float *d_w, *d_q, *d_x, *d_y;
+    double encode, product; /* seconds a weight, seconds an operation */
+};
+
+static struct probe probe_for(const x3_device *dev)
+{
+    const bool large = dev->capacity_bytes > 0;
+
+    return (struct probe){.n_in = 32, .n_out = large ? 8192 : 64, .rows = large ? 4096 : 512, .dim = large ? 2048 : 512};
+}
+
+/* What the device's operations need for themselves and keep: the most that any group of linears asks for, or the probe. */
 static uint64_t own_bytes(const x3_job *job)
 {
     const x3_model *m = job->source->model;
     const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
+    const struct probe t = probe_for(job->dev);
     uint64_t most = 0;
 
     if (job->dev->ops->own_bytes == NULL)
         return 0;
     most = job->dev->ops->own_bytes(job->dev, m->hidden, m->vocab, rows);
+    const uint64_t probe = x3_max_size(job->dev->ops->own_bytes(job->dev, t.n_in, t.n_out, 0),
+                                       job->dev->ops->own_bytes(job->dev, t.dim, t.dim, t.rows));
+    most = x3_max_size(most, probe + 2 * sizeof(float) * (t.n_in * t.n_out + t.rows * t.dim));
     for (size_t i = 0; i < m->n_layers; i++)
         for (size_t j = 0; j < m->layers[i].n_linears;) {
             const x3_linear_desc *first = &m->layers[i].linears[j];
@@ -390,14 +409,6 @@ static double routed_part(const x3_model *m, size_t index)
     return (double)l->moe.rule.n_chosen / (double)l->moe.rule.n_experts;
 }
 
-/* Sizes of the two short measurements: enough to occupy a device. */
-struct probe {
-    size_t n_in, n_out; /* of the encoder's */
-    size_t rows, dim;   /* of the product's */
-    float *d_w, *d_q, *d_x, *d_y;
-    double encode, product; /* seconds a weight, seconds an operation */
-};
-
 static x3_status measure(struct probe *t, const x3_job *job, x3_err *err)
 {
     const x3_ldlq_job one = {.codebook = job->o.quant.codebook, .K = 4, .n_out = t->n_out, .d_w = t->d_w, .d_q = t->d_q};
@@ -421,16 +432,17 @@ out:
 static x3_status estimate_seconds(x3_job *job, x3_err *err)
 {
     const x3_model *m = job->source->model;
-    const bool large = job->dev->capacity_bytes > 0;
-    struct probe t = {.n_in = 32, .n_out = large ? 8192 : 64, .rows = large ? 4096 : 512, .dim = large ? 2048 : 512};
+    struct probe t = probe_for(job->dev);
     double weights = 0, layers = 0;
     x3_status rc;
 
+    if (job->summary.device_bytes > job->summary.device_free)
+        return X3_OK; /* the job is refused; this might not fit either */
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_w, t.n_in * t.n_out, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_q, t.n_in * t.n_out, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_x, t.rows * t.dim, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_y, t.rows * t.dim, err));
-    for (int i = 0; i < (large ? 2 : 1); i++) /* a GPU loads its kernels the first time */
+    for (int i = 0; i < (job->dev->capacity_bytes > 0 ? 2 : 1); i++) /* a GPU loads its kernels the first time */
         X3_TRY(rc, out, measure(&t, job, err));
     for (size_t i = 0; i < job->plan->n_groups; i++) {
         const x3_linear_desc *d = job->plan->groups[i].linear;
@@ -441,7 +453,6 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
             layers += 4 * 2 * n * routed_part(m, i) * (double)(planned_rows(job) * job->o.cols);
     }
     job->summary.seconds = t.encode * weights + t.product * layers;
-    job->dev->peak_bytes = 0; /* the job's own peak counts from here; what is still held counts with the next allocation */
 out:
     x3_device_free(job->dev, t.d_w);
     x3_device_free(job->dev, t.d_q);
@@ -524,8 +535,8 @@ static x3_status check_space(const x3_job *job, x3_err *err)
                        (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
     if (s->device_bytes > s->device_free)
         return x3_fail(err, X3_ERR_MEMORY,
-                       "%s: %llu bytes of device memory are needed, %llu are free; fewer --cols or --target-blend 0 need less, "
-                       "--device cpu uses the host's memory",
+                       "%s: %llu bytes of device memory are needed, %llu may be used; fewer --cols or --target-blend 0 need less; "
+                       "--device-memory, where it was given, may be larger; --device cpu uses the host's memory",
                        job->dev->name, (unsigned long long)s->device_bytes, (unsigned long long)s->device_free);
     if (!job->o.resume && s->out_free < s->out_needed)
         return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
@@ -569,6 +580,8 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
     x3_status rc;
 
     X3_TRY(rc, out, x3_device_open(&job->dev, job->o.device, job->o.n_threads, err));
+    if (job->o.device_memory_bytes > 0)
+        job->dev->capacity_bytes = x3_min_size(job->dev->capacity_bytes, job->o.device_memory_bytes);
     X3_TRY(rc, out, x3_checkpoint_open(&job->source, job->o.model, job->o.ignored_options, findings, err));
     if (job->source->is_pack) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);
