@@ -23,7 +23,10 @@
 
 /* X3_OK, or a failure that names `what`. */
 x3_status x3_cuda_check(cudaError_t error, const char *what, x3_err *err);
-/* A launch with `shared_bytes` of dynamic shared memory; overlap: see x3_cuda_linear. */
+/* A launch with `shared_bytes` of dynamic shared memory; overlap: see x3_cuda_linear. together: blocks of a cluster along x,
+ * 1 where there are none (compute capability below 9.0). */
+x3_status x3_cuda_launch_clusters(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
+                                  bool overlap, int together, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
 x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
                          bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
 
@@ -60,6 +63,32 @@ static __device__ __forceinline__ void release_next_kernel(void)
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* The blocks of a cluster meet: what was written to shared memory before is seen after. All threads of all of them. */
+static __device__ __forceinline__ void cluster_arrive(void)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void cluster_wait(void)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* v to the same place in the shared memory of block `rank` of the cluster. */
+static __device__ __forceinline__ void store_in_cluster(float *place, uint32_t rank, float v)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(place)),
+                 "r"(rank), "f"(v)
+                 : "memory");
 #endif
 }
 
@@ -194,12 +223,9 @@ template <int K, int J> static __device__ __forceinline__ uint32_t window_state(
 }
 
 /* Decoding on the tensor cores, which a small product leaves idle: what has to be summed within a lane's word (the four
- * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time. The sums
- * of mul1 come out one to a register; a second product, float16 with exact sums that are rounded once, scales, shifts and
- * packs them. */
+ * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time. */
 typedef struct ones {
-    uint32_t b[2];               /* column 2 i of the matrix sums word i, column 2 i + 1 word i + 4 */
-    uint32_t pack[2];            /* mul1: the same columns of the second one take numbers 2 i and 2 i + 8 */
+    uint32_t b[2];               /* column 2 i of the matrix sums word i, column 2 i + 1 word i + 4: a lane's sums come back to it */
     uint32_t multiplier, addend; /* 3inst and mcg, which differ in them alone */
 } ones;
 
@@ -228,44 +254,39 @@ template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane,
     const uint32_t one = CODEBOOK == X3_CB_MUL1 ? 0x01010101u : 0x3C003C00u;
     ones o;
 
-    for (int i = 0; i < 2; i++) {
-        const bool here = 2 * (lane & 3) + i == lane >> 2;
-        o.b[i] = here ? one : 0;
-        o.pack[i] = here ? 0x1EEEu : 0;
-    }
+    o.b[0] = 2 * (lane & 3) == lane >> 2 ? one : 0;
+    o.b[1] = 2 * (lane & 3) + 1 == lane >> 2 ? one : 0;
     o.multiplier = multiplier;
     o.addend = addend;
     return o;
 }
 
-/* c + a b, float16 throughout, the sum rounded once. */
-static __device__ __forceinline__ void mma_half(uint32_t out[2], const uint32_t a[4], const uint32_t b[2], uint32_t c)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
-        : "=r"(out[0]), "=r"(out[1])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c));
-}
+#ifndef X3_DOTS
+#define X3_DOTS 0
+#endif
 
-/* Values of a lane's words w[0], w[1] to out[0], of w[2], w[3] to out[1]. TENSOR: where mul1's sums are packed, which is
- * nothing to the result. */
-template <int CODEBOOK, bool TENSOR>
-static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
+/* Values of the words w[0], w[2] to out[0], of w[1], w[3] to out[1], two float16 each. */
+template <int CODEBOOK, bool DOTS> static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
 {
     if (CODEBOOK == X3_CB_MUL1) {
-        uint32_t s[4]; /* of w[0], w[2], w[1], w[3]: 0x6400 + sum, as float16 pairs 1024 + sum, exactly, and 0 */
+        uint32_t s[4]; /* 0x6400 + sum: as a float16, 1024 + sum exactly */
+        const __half2 a = bits_half2(0x1EEE1EEEu), b = bits_half2(0xC931C931u);
+        if (DOTS) {
+            for (int i = 0; i < 2; i++)
+                s[i] = __dp4a(w[i + 2], 0x01010101u, 0u) * 65536u + __dp4a(w[i], 0x01010101u, 0x64006400u);
+            out[0] = half2_bits(__hfma2(bits_half2(s[0]), a, b));
+            out[1] = half2_bits(__hfma2(bits_half2(s[1]), a, b));
+            return;
+        }
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=r"(s[0]), "=r"(s[1]), "=r"(s[2]), "=r"(s[3])
             : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0x6400));
-        const uint32_t factor = 0x1EEE1EEEu, offset = 0xC931C931u;
-        if (TENSOR) {
-            mma_half(out, s, o.pack, offset);
-        } else {
-            for (int i = 0; i < 2; i++)
-                out[i] = half2_bits(__hfma2(bits_half2(__byte_perm(s[i], s[i + 2], 0x5410)), bits_half2(factor), bits_half2(offset)));
-        }
+        out[0] = half2_bits(__hfma2(bits_half2(__byte_perm(s[0], s[1], 0x5410)), a, b));
+        out[1] = half2_bits(__hfma2(bits_half2(__byte_perm(s[2], s[3], 0x5410)), a, b));
     } else {
-        const uint32_t a[4] = {w[0], w[2], w[1], w[3]};
-        mma_half(out, a, o.b, 0);
+        asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%8,%8};"
+            : "=r"(out[0]), "=r"(out[1])
+            : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0));
     }
 }
 
@@ -277,35 +298,18 @@ template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t
                                   : ((state * o.multiplier + o.addend) & 0x8FFF8FFFu) ^ 0x3B603B60u;
 }
 
-#ifndef X3_PACKS
-#define X3_PACKS(K) 2
-#endif
-
-/* A tile as two B operands of mma_f16, b[0 .. 1] of its columns (outputs) 0 .. 7 and b[2 .. 3] of the others. */
+/* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). */
 template <int K, int CODEBOOK>
-static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t b[4])
+static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
 {
     const window w = window_load<K>(tile, l);
-    const uint32_t first[4] = {window_mixed<K, CODEBOOK, 0>(w, o), window_mixed<K, CODEBOOK, 1>(w, o),
-                               window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 3>(w, o)};
-    const uint32_t second[4] = {window_mixed<K, CODEBOOK, 4>(w, o), window_mixed<K, CODEBOOK, 5>(w, o),
-                                window_mixed<K, CODEBOOK, 6>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
+    const uint32_t low[4] = {window_mixed<K, CODEBOOK, 0>(w, o), window_mixed<K, CODEBOOK, 4>(w, o),
+                             window_mixed<K, CODEBOOK, 1>(w, o), window_mixed<K, CODEBOOK, 5>(w, o)};
+    const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 6>(w, o),
+                              window_mixed<K, CODEBOOK, 3>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
 
-    decode_quad<CODEBOOK, (X3_PACKS(K) >= 1)>(first, o, b);
-    decode_quad<CODEBOOK, (X3_PACKS(K) >= 2)>(second, o, b + 2);
-}
-
-/* The same as one A operand, columns by rows. */
-template <int K, int CODEBOOK>
-static __device__ __forceinline__ void decode_tile_left(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
-{
-    uint32_t b[4];
-
-    decode_tile<K, CODEBOOK>(tile, l, o, b);
-    a[0] = b[0];
-    a[1] = b[2];
-    a[2] = b[1];
-    a[3] = b[3];
+    decode_quad<CODEBOOK, (X3_DOTS >= 2)>(low, o, a);
+    decode_quad<CODEBOOK, (X3_DOTS >= 1)>(high, o, a + 2);
 }
 
 /* ---- floats -------------------------------------------------------------------------------------------------- */

@@ -30,7 +30,7 @@ static __device__ __forceinline__ int expert_of(const x3_cuda_slots &s, int slot
     return low;
 }
 
-/* 4 numbers to the operand's words: as rotate_inputs and input_slot in linear_cuda.cuh. */
+/* 4 numbers to the operand's words: as rotate_inputs and input_word in linear_cuda.cuh. */
 static __device__ __forceinline__ void store_parts(uint32_t *unit_words, const float v[4], float factor, int lane)
 {
     const int half = lane >> 1 & 1, q = 2 * (lane & 1);

@@ -55,7 +55,7 @@ static __device__ __forceinline__ void multiply_stage(float total[TILES][NT][4],
         uint32_t a[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
-            decode_tile_left<X3_K, CODEBOOK>(words + u * STRIP_WORDS + t * TILE_WORDS, bits, o, a[t]);
+            decode_tile<X3_K, CODEBOOK>(words + u * STRIP_WORDS + t * TILE_WORDS, bits, o, a[t]);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             const uint4 b = rows[(u * ROWS + n * 8) * 4];

@@ -12,9 +12,8 @@
 #define N_CHAINS 8
 #define STRIPE_COLS 128
 #define STRIPE_TILES (STRIPE_COLS / X3_TILE)
-#ifndef LINEAR_STAGE_UNITS
 #define LINEAR_STAGE_UNITS(K) ((K) <= 3 ? 4 : 2) /* units of a chain that arrive in shared memory together */
-#endif
+#define LINEAR_STAGES 4
 #define LINEAR_SUMS_PAD 4                        /* keeps the rows of sums in different banks */
 #define FOLD_ROWS 4                   /* up to here every block rotates its own inputs */
 
@@ -32,24 +31,20 @@ typedef struct linear_args {
     int n_units_in, n_stripes; /* units of a stripe; stripes */
     int n_units_each;          /* of a block, */
     int n_units_more;          /* and this many blocks take one more */
-    int n_stages;              /* of a warp's ring in shared memory */
-    uint4 *fragments;          /* rotated inputs as A operands: [row / 16][unit][lane]; unused when folded */
+    int n_stages;              /* of a warp's ring in shared memory; LINEAR_STAGES when folded */
+    int is_paired;             /* folded: two blocks, a cluster, share each stripe and add their sums in shared memory */
+    uint4 *fragments;          /* rotated inputs as operands: [row / 16][unit][lane]; unused when folded */
     float *partial;            /* [slot][row][128], slot = block + stripe */
     int *counters;             /* [row group][stripe] segments that have arrived; zero between calls */
 } linear_args;
 
-/* Compiled forms, by the rows that a block keeps: groups of 16 rows, tiles (of 16 outputs) a warp multiplies at a time, warps.
+/* Compiled forms, by the rows that a block keeps: groups of 8 rows, tiles (of 16 outputs) a warp multiplies at a time, warps.
  * Many warps hide latency where few rows leave registers free. */
 typedef enum linear_shape { LINEAR_FOLDED, LINEAR_16, LINEAR_32, LINEAR_64, LINEAR_SHAPES } linear_shape;
 
-#define LINEAR_GROUPS(s) ((s) == LINEAR_64 ? 4 : (s) == LINEAR_32 ? 2 : 1)
-#ifdef MORE_WARPS
-#define LINEAR_TILES(s) ((s) == LINEAR_FOLDED ? 2 : 4)
-#define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : (s) == LINEAR_FOLDED ? 32 : 16)
-#else
+#define LINEAR_GROUPS(s) ((s) == LINEAR_64 ? 8 : (s) == LINEAR_32 ? 4 : (s) == LINEAR_16 ? 2 : 1)
 #define LINEAR_TILES(s) 4
 #define LINEAR_WARPS(s) ((s) == LINEAR_64 ? 8 : 16)
-#endif
 
 /* The kernels of one K (one object file each), by decoder_of the codebook. */
 typedef struct linear_kernels {
@@ -70,7 +65,8 @@ x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err);
 /* All but the work split and scratch. */
 void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows);
 
-/* Shared memory: the warps' rings of weights, the chains' sums of 8 rows, and the rotated inputs when folded. */
+/* Shared memory: the warps' rings of weights, the chains' sums of 8 rows; folded, the sums of both blocks of a pair and the
+ * rotated inputs. */
 static inline size_t linear_ring_bytes(int K, linear_shape s, int n_stages)
 {
     return (size_t)LINEAR_WARPS(s) * (size_t)n_stages * LINEAR_STAGE_UNITS(K) * LINEAR_TILES(s) * 32 * (size_t)K;
@@ -107,12 +103,12 @@ static __device__ __forceinline__ uint2 rotate_inputs(raw_inputs r, int lane)
     return make_uint2(half2_bits(__floats2half2_rn(r.v[0], r.v[1])), half2_bits(__floats2half2_rn(r.v[2], r.v[3])));
 }
 
-/* An operand of mma_f16 has four words for q = 0 .. 3 of two rows: numbers 2 q and 2 q + 1 of the first, of the second, numbers
- * 2 q + 8 and 2 q + 9 likewise. Row r of 16 is row r / 2 + 8 * (r % 2) of the operand, so a pair of rows shares four words.
- * Index of the first word of rotate_inputs among the 16 of unit lane / 4 and its pair; the second comes 4 later. */
-static __device__ __forceinline__ int input_slot(int row, int lane)
+/* The unit of these inputs is unit lane / 4 of the block. Its operand has two words for q = 0 .. 3: numbers 2 q and 2 q + 1, and
+ * those 8 later. Where the first word of rotate_inputs belongs where the words of a q are `step` apart; the second belongs to
+ * the next q. */
+static __device__ __forceinline__ int input_word(int lane, int step)
 {
-    return 8 * (lane & 1) + (lane & 2) + (row & 1);
+    return 2 * step * (lane & 1) + (lane >> 1 & 1);
 }
 
 #endif

@@ -59,25 +59,26 @@ static __device__ __forceinline__ int chain_units(segment s, int chain)
 }
 
 /* What a warp copies into its ring: the units of its chain, for each of its column parts in turn, segment by segment. Part
- * p of a stripe is TILES tiles wide. A stage is copied 16 bytes a lane, STAGE_COPIES times, whatever unit they belong to. */
+ * p of a stripe is TILES tiles wide. A stage is copied 16 bytes a lane, STAGE_COPIES times, whatever unit they belong to.
+ * Places in the weights are counted in these 16 bytes. */
 typedef struct feed {
-    const uint32_t *from; /* the next unit */
-    int n_left;           /* units before this part of this segment ends; none at the very end */
+    uint32_t from; /* the next unit */
+    int n_left;    /* units before this part of this segment ends; none at the very end */
     segment s;
     int part;
 } feed;
 
-#define UNIT_PIECES(TILES) ((TILES) * TILE_WORDS / 4) /* of 16 bytes */
+#define TILE_PIECES (TILE_WORDS / 4)
+#define UNIT_PIECES(TILES) ((TILES) * TILE_PIECES)
 #define STAGE_PIECES(TILES) (STAGE_UNITS * UNIT_PIECES(TILES))
 #define STAGE_COPIES(TILES) ((STAGE_PIECES(TILES) + X3_WARP - 1) / X3_WARP)
 
 template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain)
 {
     const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain;
-    const size_t tile = ((size_t)unit * a.n_stripes + f->s.stripe) * STRIPE_TILES + f->part * TILES;
 
     f->n_left = chain_units(f->s, chain);
-    f->from = a.words + tile * TILE_WORDS;
+    f->from = (uint32_t)((unit * a.n_stripes + f->s.stripe) * STRIPE_TILES + f->part * TILES) * TILE_PIECES;
 }
 
 /* Goes on to where there is something left. */
@@ -95,47 +96,52 @@ template <int TILES, int WARPS> static __device__ __forceinline__ void feed_sett
     }
 }
 
-/* Where piece `lane` of each copy comes from, in words behind the stage's first unit. */
+/* Where piece `lane` of each copy comes from, behind the stage's first unit. `chain_step`: from a unit of the chain to the next. */
 template <int TILES> static __device__ __forceinline__ void copy_offsets(uint32_t *offset, uint32_t chain_step, int lane)
 {
 #pragma unroll
     for (int c = 0; c < STAGE_COPIES(TILES); c++) {
-        const int piece = c * X3_WARP + lane;
-        offset[c] = opaque((uint32_t)(piece / UNIT_PIECES(TILES)) * chain_step + (uint32_t)(piece % UNIT_PIECES(TILES)) * 4);
+        const uint32_t piece = (uint32_t)(c * X3_WARP + lane);
+        offset[c] = opaque(piece / UNIT_PIECES(TILES) * chain_step + piece % UNIT_PIECES(TILES));
     }
 }
 
-/* Starts copying the next stage, as one group; `to` is this lane's place in it. `chain_step`: words from a unit of the chain to
- * the next one. */
+/* Starts copying the next stage, as one group; `to` is this lane's place in it. */
 template <int TILES, int WARPS>
 static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *to, const uint32_t *offset,
                                                   uint32_t chain_step, int last, int chain, int lane)
 {
-    if (f->n_left > 0) {
-        const int n_pieces = f->n_left >= STAGE_UNITS ? STAGE_PIECES(TILES) : f->n_left * UNIT_PIECES(TILES);
+    const uint4 *from = (const uint4 *)a.words;
+
+    if (f->n_left > STAGE_UNITS) {
 #pragma unroll
         for (int c = 0; c < STAGE_COPIES(TILES); c++)
-            if (c * X3_WARP + lane < n_pieces)
-                copy_async_16(to + c * X3_WARP * 4, f->from + offset[c]);
-        f->from += (size_t)STAGE_UNITS * chain_step;
+            if (STAGE_PIECES(TILES) - c * X3_WARP >= X3_WARP || lane < STAGE_PIECES(TILES) - c * X3_WARP)
+                copy_async_16(to + c * X3_WARP * 4, from + (f->from + offset[c]));
+        f->from += STAGE_UNITS * chain_step;
         f->n_left -= STAGE_UNITS;
-        if (f->n_left <= 0)
-            feed_settle<TILES, WARPS>(f, a, last, chain);
+    } else if (f->n_left > 0) {
+#pragma unroll
+        for (int c = 0; c < STAGE_COPIES(TILES); c++)
+            if (c * X3_WARP + lane < f->n_left * UNIT_PIECES(TILES))
+                copy_async_16(to + c * X3_WARP * 4, from + (f->from + offset[c]));
+        f->n_left = 0;
+        feed_settle<TILES, WARPS>(f, a, last, chain);
     }
     copy_async_commit();
 }
 
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
 
-/* Folded: the inputs of the block's units, [unit - first][row / 2][q] as operands of 16 bytes, behind 16 bytes of zeros for
- * lanes without a row. Two Hadamard blocks at a time, so that one's shuffles fill the other's waits. */
-static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint4 *inputs, segment s, int last, int warp,
+/* Folded: the inputs of the block's units, [unit - first][row][q][2] words in the order of operands, behind 4 words of
+ * zeros for lanes without a row. Two Hadamard blocks at a time, so that one's shuffles fill the other's waits. */
+static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, segment s, int last, int warp,
                                                         int n_warps, int lane)
 {
-    const int first = s.begin, n_pairs = (a.n_rows + 1) / 2;
+    const int first = s.begin;
 
-    if (threadIdx.x == 0)
-        inputs[0] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < 4)
+        inputs[threadIdx.x] = 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
         const int base = s.stripe * a.n_units_in, n_blocks = (s.end - base + 7) / 8;
         for (int row = 0; row < a.n_rows; row++)
@@ -152,13 +158,11 @@ static __device__ __forceinline__ void rotate_for_block(const linear_args &a, ui
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int unit = base + blocks[i] * 8 + (lane >> 2);
-                    if (unit < s.begin || unit >= s.end || block + i * n_warps >= n_blocks)
-                        continue;
-                    uint32_t *to = (uint32_t *)(inputs + 1 + ((unit - first) * n_pairs + (row >> 1)) * 4) + input_slot(row, lane);
-                    to[0] = words[i].x;
-                    to[4] = words[i].y;
-                    if (row == a.n_rows - 1 && row % 2 == 0)
-                        to[1] = to[5] = 0; /* no second row */
+                    if (unit >= s.begin && unit < s.end && block + i * n_warps < n_blocks) {
+                        uint32_t *to = inputs + 4 + ((unit - first) * a.n_rows + row) * 8 + input_word(lane, 2);
+                        to[0] = words[i].x;
+                        to[2] = words[i].y;
+                    }
                 }
             }
         if (s.end == last)
@@ -167,33 +171,51 @@ static __device__ __forceinline__ void rotate_for_block(const linear_args &a, ui
     __syncthreads();
 }
 
+/* B operands of one unit. Folded: 8 rows at most, at `from` in shared memory; else 16 rows at a time at `from` in global
+ * memory, `block_step` apart. */
+template <int GROUPS, bool FOLDED>
+static __device__ __forceinline__ void inputs_load(const void *from, size_t block_step, uint32_t out[GROUPS][2])
+{
+    if constexpr (FOLDED) {
+        const uint2 h = *(const uint2 *)from;
+        out[0][0] = h.x;
+        out[0][1] = h.y;
+    } else {
+#pragma unroll
+        for (int b = 0; b < GROUPS; b += 2) {
+            const uint4 f = ((const uint4 *)from)[b / 2 * block_step];
+            out[b][0] = f.x;
+            out[b][1] = f.y;
+            out[b + 1][0] = f.z;
+            out[b + 1][1] = f.w;
+        }
+    }
+}
+
 /* ---- sums ---------------------------------------------------------------------------------------------------------- */
 
-/* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
-template <int GROUPS, int TILES, int WARPS>
-static __device__ __forceinline__ void add_chains(float (*acc)[TILES][2][4], float *sums, float *partial, int n_rows, int chain,
+/* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128], PAIRED: in the
+ * shared memory of the cluster's first block. */
+template <int GROUPS, int TILES, int WARPS, bool PAIRED>
+static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float *sums, float *partial, int n_rows, int chain,
                                                   int part, int pass, int lane)
 {
     constexpr int beside = WARPS / N_CHAINS, cols = beside * TILES * X3_TILE, ld = cols + LINEAR_SUMS_PAD;
-    const int row = 2 * (lane >> 2 & 3), column = part % beside * TILES * X3_TILE + 2 * (lane & 3);
+    const int row = 2 * (lane & 3), column = part % beside * TILES * X3_TILE + (lane >> 2);
 
 #pragma unroll
-    for (int eight = 0; eight < 2 * GROUPS; eight++) {
-        const int n = min(8, n_rows - 8 * eight);
+    for (int group = 0; group < GROUPS; group++) {
+        const int n = min(8, n_rows - 8 * group);
         if (n <= 0)
             break;
         float *to = sums + (chain * n + row) * ld + column;
         __syncthreads(); /* the previous sums are read */
-        if (lane >> 4 == eight % 2) {
 #pragma unroll
-            for (int t = 0; t < 2 * TILES; t++) {
-                const float *c = acc[eight / 2][t / 2][t % 2];
-                if (row < n)
-                    *(float2 *)(to + t * 8) = make_float2(c[0], c[1]);
-                if (row + 1 < n)
-                    *(float2 *)(to + ld + t * 8) = make_float2(c[2], c[3]);
-            }
-        }
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (row + (i & 1) < n)
+                    to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[group][t][i];
         __syncthreads();
         for (int i = threadIdx.x; i < n * cols; i += WARPS * X3_WARP) {
             const int r = i / cols, c = i % cols;
@@ -201,12 +223,18 @@ static __device__ __forceinline__ void add_chains(float (*acc)[TILES][2][4], flo
 #pragma unroll
             for (int k = 1; k < N_CHAINS; k++)
                 sum += sums[(k * n + r) * ld + c];
-            __stcg(partial + (8 * eight + r) * STRIPE_COLS + pass * cols + c, sum);
+            float *to_sum = partial + (8 * group + r) * STRIPE_COLS + pass * cols + c;
+            if (PAIRED)
+                store_in_cluster(to_sum, 0, sum);
+            else
+                __stcg(to_sum, sum);
         }
     }
 }
 
-/* y of one stripe from the partial sums of its n_slots segments. A warp a row; scale: of the lane's outputs. */
+/* y of one stripe from the partial sums of its n_slots segments, PAIRED: in shared memory. A warp a row; scale: of the lane's
+ * outputs. */
+template <bool PAIRED>
 static __device__ __forceinline__ void finish_stripe(const linear_args &a, const float *partial, int n_slots,
                                                      size_t slot_floats, uint2 scale, int stripe, int first_row, int n_rows,
                                                      int warp, int n_warps, int lane)
@@ -215,10 +243,10 @@ static __device__ __forceinline__ void finish_stripe(const linear_args &a, const
 
     for (int row = warp; row < n_rows; row += n_warps) {
         const float4 *from = (const float4 *)(partial + row * STRIPE_COLS) + lane;
-        float4 f = __ldcg(from);
+        float4 f = PAIRED ? *from : __ldcg(from);
         float v[4] = {f.x, f.y, f.z, f.w};
         for (int s = 1; s < n_slots; s++) {
-            f = __ldcg(from + s * slot_floats / 4);
+            f = PAIRED ? from[s * slot_floats / 4] : __ldcg(from + s * slot_floats / 4);
             v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
         }
         hadamard_128(v, lane);
@@ -254,7 +282,7 @@ static __device__ __forceinline__ bool last_to_arrive(const linear_args &a, int 
 
 /* acc += inputs of one unit times its tiles. */
 template <int CODEBOOK, int GROUPS, int TILES>
-static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][2][4], const uint4 *in, const uint32_t *tiles,
+static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], const uint32_t (*in)[2], const uint32_t *tiles,
                                                      lane_bits bits, ones o)
 {
 #pragma unroll
@@ -262,16 +290,24 @@ static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][2][4], 
         uint32_t w[4];
         decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            const uint32_t rows[4] = {in[g].x, in[g].y, in[g].z, in[g].w};
-            mma_f16(acc[g][t][0], rows, w);
-            mma_f16(acc[g][t][1], rows, w + 2);
-        }
+        for (int g = 0; g < GROUPS; g++)
+            mma_f16(acc[g][t], w, in[g]);
     }
 }
 
+template <bool FOLDED> static __device__ __forceinline__ void wait_for_stage(int n_stages)
+{
+    if (FOLDED || n_stages == LINEAR_STAGES)
+        copy_async_wait<LINEAR_STAGES - 2>();
+    else if (n_stages == 3)
+        copy_async_wait<1>();
+    else
+        copy_async_wait<0>();
+    __syncwarp();
+}
+
 /* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
- * of 16 rows. */
+ * of 8 rows. */
 template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
 static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
 {
@@ -279,22 +315,27 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     constexpr int tail_unroll = FOLDED ? 1 : STAGE_UNITS;
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
-    const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1), ring_words = a.n_stages * stage_words;
-    const int first_row = blockIdx.y * GROUPS * 16, n_rows = min(a.n_rows - first_row, GROUPS * 16);
-    const uint32_t chain_step = (uint32_t)N_CHAINS * a.n_stripes * STRIPE_TILES * TILE_WORDS;
+    const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1);
+    const int ring_words = (FOLDED ? LINEAR_STAGES : a.n_stages) * stage_words;
+    const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8);
+    const uint32_t chain_step = (uint32_t)(N_CHAINS * STRIPE_TILES * TILE_PIECES) * a.n_stripes;
     const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_units_in * X3_WARP;
-    const lane_bits bits = lane_bits_of<X3_K>(lane);
-    ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
     uint32_t *ring = shared + opaque((uint32_t)(warp * ring_words)), *ring_lane = ring + opaque((uint32_t)lane * 4);
     float *sums = (float *)(shared + (size_t)WARPS * ring_words);
-    uint4 *inputs = (uint4 *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD)); /* folded alone */
-    uint32_t offset[STAGE_COPIES(TILES)];
+    float *pair = sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD); /* [2][row][128]; it and the next folded alone */
+    uint32_t *inputs = (uint32_t *)(pair + 2 * n_rows * STRIPE_COLS), offset[STAGE_COPIES(TILES)];
+    lane_bits bits = lane_bits_of<X3_K>(lane);
+    ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
 
+    bits.word = (int)opaque((uint32_t)bits.word);
+    bits.before = (int)opaque((uint32_t)bits.before);
+    bits.before2 = X3_K >= 5 ? (int)opaque((uint32_t)bits.before2) : 0;
+    bits.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
     o.b[0] = opaque(o.b[0]);
     o.b[1] = opaque(o.b[1]);
-    o.pack[0] = opaque(o.pack[0]);
-    o.pack[1] = opaque(o.pack[1]);
     release_next_kernel();
+    if (FOLDED && a.is_paired)
+        cluster_arrive(); /* the other block's shared memory is there */
     copy_offsets<TILES>(offset, chain_step, lane);
     feed f = {};
     segment s = segment_first(first, last, a.n_units_in);
@@ -309,60 +350,59 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     if (FOLDED)
         rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
 
-    lane_bits at = bits; /* in the ring */
-    at.word = (int)opaque((uint32_t)bits.word);
-    at.before = (int)opaque((uint32_t)bits.before);
-    at.before2 = X3_K >= 5 ? (int)opaque((uint32_t)bits.before2) : 0;
-    at.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
         float *partial = a.partial + (blockIdx.x + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS;
         const uint2 scale = *(const uint2 *)(a.svh + (size_t)s.stripe * STRIPE_COLS + 4 * lane);
         for (int pass = 0; pass < passes; pass++) {
-            float acc[GROUPS][TILES][2][4] = {};
-            const int n_pairs = (a.n_rows + 1) / 2, unit = s.begin + chain; /* of pairs: folded alone */
-            const bool has_row = !FOLDED || lane >> 2 < n_pairs;
-            const int in_step = !has_row ? 0 : N_CHAINS * (FOLDED ? n_pairs * 4 : X3_WARP);
-            const uint4 *from = !FOLDED ? a.fragments + (size_t)blockIdx.y * GROUPS * block_step +
-                                              (unit - s.stripe * a.n_units_in) * X3_WARP + lane
-                                : has_row ? inputs + 1 + ((unit - first) * n_pairs + (lane >> 2)) * 4 + (lane & 3)
-                                          : inputs;
+            float acc[GROUPS][TILES][4] = {};
+            uint32_t in[GROUPS][2];
+            const bool has_row = !FOLDED || lane >> 2 < a.n_rows;
+            const int in_step = !has_row ? 0 : FOLDED ? N_CHAINS * a.n_rows * 32 : N_CHAINS * X3_WARP * 16;
+            const char *from = !FOLDED ? (const char *)(a.fragments + (size_t)blockIdx.y * (GROUPS / 2) * block_step +
+                                                        (s.begin + chain - s.stripe * a.n_units_in) * X3_WARP + lane)
+                               : has_row ? (const char *)(inputs + 4 + ((s.begin + chain - first) * a.n_rows + (lane >> 2)) * 8 +
+                                                          2 * (lane & 3))
+                                         : (const char *)inputs;
             for (int n_left = chain_units(s, chain); n_left > 0; n_left -= STAGE_UNITS) {
-                if (a.n_stages == 4)
-                    copy_async_wait<2>();
-                else if (a.n_stages == 3)
-                    copy_async_wait<1>();
-                else
-                    copy_async_wait<0>();
-                __syncwarp();
+                wait_for_stage<FOLDED>(a.n_stages);
                 const uint32_t *stage = ring + now;
                 feed_stage<TILES, WARPS>(&f, a, ring_lane + before, offset, chain_step, last, chain, lane);
                 if (FOLDED && n_left >= STAGE_UNITS) { /* no branch between units: the compiler interleaves them */
 #pragma unroll
-                    for (int u = 0; u < STAGE_UNITS; u++)
-                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, from + u * in_step, stage + u * TILES * TILE_WORDS, at, o);
+                    for (int u = 0; u < STAGE_UNITS; u++) {
+                        inputs_load<GROUPS, FOLDED>(from + u * in_step, block_step, in);
+                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
+                    }
                     from += STAGE_UNITS * in_step;
                 } else {
 #pragma unroll(tail_unroll)
                     for (int u = 0; u < STAGE_UNITS; u++) {
                         if (u >= n_left)
                             break;
-                        uint4 in[GROUPS];
-#pragma unroll
-                        for (int g = 0; g < GROUPS; g++)
-                            in[g] = from[g * block_step];
+                        inputs_load<GROUPS, FOLDED>(from, block_step, in);
                         from += in_step;
-                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, at, o);
+                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
                     }
                 }
                 before = now;
                 now = now + stage_words == ring_words ? 0 : now + stage_words;
             }
-            add_chains<GROUPS, TILES, WARPS>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
+            if (FOLDED && a.is_paired) { /* one segment, one pass */
+                const int rank = blockIdx.x & 1;
+                cluster_wait();
+                add_chains<GROUPS, TILES, WARPS, true>(acc, sums, pair + rank * slot_floats, n_rows, chain, warp / N_CHAINS, 0, lane);
+                cluster_arrive();
+                cluster_wait();
+                if (rank == 0)
+                    finish_stripe<true>(a, pair, 2, slot_floats, scale, s.stripe, 0, n_rows, warp, WARPS, lane);
+                return;
+            }
+            add_chains<GROUPS, TILES, WARPS, false>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
         }
         int from, to;
         if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
-            finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
-                          slot_floats, scale, s.stripe, first_row, n_rows, warp, WARPS, lane);
+            finish_stripe<false>(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
+                                 slot_floats, scale, s.stripe, first_row, n_rows, warp, WARPS, lane);
         if (s.end == last)
             break;
     }
@@ -483,7 +523,7 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP) reconstruct(cons
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++) {
             uint32_t w[4];
-            decode_tile_left<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
+            decode_tile<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
             store_turned(rows[warp] + t * X3_TILE, w, lane);
         }
         __syncwarp();
@@ -563,7 +603,7 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
 #pragma unroll
         for (int t = 0; t < STRIPE_TILES; t++) {
             uint32_t w[4];
-            decode_tile_left<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
+            decode_tile<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
             mma_f16(d[t], w, signs[0]);
             mma_f16(d[t] + 4, w, signs[1]);
         }
