@@ -23,10 +23,7 @@
 
 /* X3_OK, or a failure that names `what`. */
 x3_status x3_cuda_check(cudaError_t error, const char *what, x3_err *err);
-/* A launch with `shared_bytes` of dynamic shared memory; overlap: see x3_cuda_linear. together: blocks of a cluster along x,
- * 1 where there are none (compute capability below 9.0). */
-x3_status x3_cuda_launch_clusters(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
-                                  bool overlap, int together, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
+/* A launch with `shared_bytes` of dynamic shared memory; overlap: see x3_cuda_linear. */
 x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
                          bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
 
@@ -63,32 +60,6 @@ static __device__ __forceinline__ void release_next_kernel(void)
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/* The blocks of a cluster meet: what was written to shared memory before is seen after. All threads of all of them. */
-static __device__ __forceinline__ void cluster_arrive(void)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-static __device__ __forceinline__ void cluster_wait(void)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-/* v to the same place in the shared memory of block `rank` of the cluster. */
-static __device__ __forceinline__ void store_in_cluster(float *place, uint32_t rank, float v)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(
-                     (uint32_t)__cvta_generic_to_shared(place)),
-                 "r"(rank), "f"(v)
-                 : "memory");
 #endif
 }
 
@@ -167,12 +138,9 @@ template <int K> static __device__ __forceinline__ lane_bits lane_bits_of(int la
     return l;
 }
 
-/* Bits of the window from 0 up, from 32 up, from 64 up; at K <= 4, where two words hold it, from 0 and from WINDOW_HIGH up. */
 typedef struct window {
     uint32_t low, high, top;
 } window;
-
-#define WINDOW_HIGH(K) ((K) == 4 ? 16 : 8)
 
 template <int K> static __device__ __forceinline__ window window_load(const uint32_t *tile, lane_bits l)
 {
@@ -181,21 +149,20 @@ template <int K> static __device__ __forceinline__ window window_load(const uint
     window w;
 
     w.low = aligned ? a : __funnelshift_r(a, b, l.shift);
-    if (K <= 4)
-        w.high = K <= 2 ? 0 : __funnelshift_rc(a, b, (aligned ? 0 : l.shift) + WINDOW_HIGH(K));
-    else
-        w.high = aligned ? b : __funnelshift_r(b, c, l.shift);
+    w.high = aligned ? b : K >= 5 ? __funnelshift_r(b, c, l.shift) : b >> l.shift;
     w.top = aligned ? c : c >> l.shift;
     return w;
 }
 
-/* 32 bits of the window from bit T up. */
+/* 32 bits of the window from bit T up; at K <= 2 the window has no more than 30. */
 template <int K, int T> static __device__ __forceinline__ uint32_t window_from(window w)
 {
     if (T == 0)
         return w.low;
     if (T == 32)
         return w.high;
+    if (K <= 2)
+        return w.low >> (T & 31);
     if (T < 32)
         return __funnelshift_r(w.low, w.high, T & 31);
     return T + 16 <= 64 ? w.high >> (T & 31) : __funnelshift_r(w.high, w.top, T & 31);
@@ -206,26 +173,20 @@ template <int K, int T> static __device__ __forceinline__ uint32_t window_from(w
  * permute are the busiest; states 8 bits apart share a shift. */
 template <int K, int J> static __device__ __forceinline__ uint32_t window_state(window w)
 {
-    constexpr int t = (7 - J) * K;
+    constexpr int t = (7 - J) * K, in_word = t % 32, left = (8 - in_word % 8) % 8;
 
-    if constexpr (K <= 4) {
-        constexpr bool low = t <= 16;
-        constexpr int at = low ? t : t - WINDOW_HIGH(K), left = (8 - at % 8) % 8;
-        static_assert(at + left <= 16, "the state ends inside the word");
-        return __byte_perm((low ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((at + left) / 8));
-    } else {
-        constexpr int in_word = t % 32, left = (8 - in_word % 8) % 8;
-        if constexpr (in_word + left <= 16)
-            return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
-        else
-            return __byte_perm(window_from<K, t>(w), 0, 0x4410);
-    }
+    if constexpr (in_word + left <= 16)
+        return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
+    else
+        return __byte_perm(window_from<K, t>(w), 0, 0x4410);
 }
 
 /* Decoding on the tensor cores, which a small product leaves idle: what has to be summed within a lane's word (the four
- * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time. */
+ * bytes of mul1, the two float16 of the others) is a product with a matrix of ones, four words of a lane at a time.
+ * The sums of neighbouring words come out in one lane, those of words 2 i and 2 i + 1 of a quad of lanes where
+ * words 0 .. 3 are the first words of its lanes and 4 .. 7 the second ones. */
 typedef struct ones {
-    uint32_t b[2];               /* column 2 i of the matrix sums word i, column 2 i + 1 word i + 4: a lane's sums come back to it */
+    uint32_t b[2];               /* column g of the matrix sums word g */
     uint32_t multiplier, addend; /* 3inst and mcg, which differ in them alone */
 } ones;
 
@@ -254,33 +215,22 @@ template <int CODEBOOK> static __device__ __forceinline__ ones ones_of(int lane,
     const uint32_t one = CODEBOOK == X3_CB_MUL1 ? 0x01010101u : 0x3C003C00u;
     ones o;
 
-    o.b[0] = 2 * (lane & 3) == lane >> 2 ? one : 0;
-    o.b[1] = 2 * (lane & 3) + 1 == lane >> 2 ? one : 0;
+    o.b[0] = (lane & 3) == lane >> 2 ? one : 0;
+    o.b[1] = (lane & 3) + 4 == lane >> 2 ? one : 0;
     o.multiplier = multiplier;
     o.addend = addend;
     return o;
 }
 
-#ifndef X3_DOTS
-#define X3_DOTS 0
-#endif
-
-/* Values of the words w[0], w[2] to out[0], of w[1], w[3] to out[1], two float16 each. */
-template <int CODEBOOK, bool DOTS> static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
+/* out[0] and out[1]: values of the words w[0], w[2] and w[1], w[3] of the quad's lanes, two float16 each. */
+template <int CODEBOOK> static __device__ __forceinline__ void decode_quad(const uint32_t w[4], ones o, uint32_t out[2])
 {
     if (CODEBOOK == X3_CB_MUL1) {
         uint32_t s[4]; /* 0x6400 + sum: as a float16, 1024 + sum exactly */
-        const __half2 a = bits_half2(0x1EEE1EEEu), b = bits_half2(0xC931C931u);
-        if (DOTS) {
-            for (int i = 0; i < 2; i++)
-                s[i] = __dp4a(w[i + 2], 0x01010101u, 0u) * 65536u + __dp4a(w[i], 0x01010101u, 0x64006400u);
-            out[0] = half2_bits(__hfma2(bits_half2(s[0]), a, b));
-            out[1] = half2_bits(__hfma2(bits_half2(s[1]), a, b));
-            return;
-        }
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
             : "=r"(s[0]), "=r"(s[1]), "=r"(s[2]), "=r"(s[3])
             : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(o.b[0]), "r"(o.b[1]), "r"(0x6400));
+        const __half2 a = bits_half2(0x1EEE1EEEu), b = bits_half2(0xC931C931u);
         out[0] = half2_bits(__hfma2(bits_half2(__byte_perm(s[0], s[1], 0x5410)), a, b));
         out[1] = half2_bits(__hfma2(bits_half2(__byte_perm(s[2], s[3], 0x5410)), a, b));
     } else {
@@ -298,7 +248,8 @@ template <int K, int CODEBOOK, int J> static __device__ __forceinline__ uint32_t
                                   : ((state * o.multiplier + o.addend) & 0x8FFF8FFFu) ^ 0x3B603B60u;
 }
 
-/* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). */
+/* A tile as the A operand of mma_f16: its 16 columns (outputs) by its 16 rows (inputs). The sums above have moved rows
+ * between lanes: index i of the operand's second dimension is row tile_operand_row(i). */
 template <int K, int CODEBOOK>
 static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bits l, ones o, uint32_t a[4])
 {
@@ -308,8 +259,14 @@ static __device__ __forceinline__ void decode_tile(const uint32_t *tile, lane_bi
     const uint32_t high[4] = {window_mixed<K, CODEBOOK, 2>(w, o), window_mixed<K, CODEBOOK, 6>(w, o),
                               window_mixed<K, CODEBOOK, 3>(w, o), window_mixed<K, CODEBOOK, 7>(w, o)};
 
-    decode_quad<CODEBOOK, (X3_DOTS >= 2)>(low, o, a);
-    decode_quad<CODEBOOK, (X3_DOTS >= 1)>(high, o, a + 2);
+    decode_quad<CODEBOOK>(low, o, a);
+    decode_quad<CODEBOOK>(high, o, a + 2);
+}
+
+/* 0, 2, 4, 6, 1, 3, 5, 7 and the same + 8. */
+static __device__ __forceinline__ int tile_operand_row(int i)
+{
+    return (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
 }
 
 /* ---- floats -------------------------------------------------------------------------------------------------- */
@@ -376,12 +333,12 @@ static __device__ __forceinline__ void hadamard_128(float v[4], int lane)
     v[2] = a - c;
     v[3] = b - d;
 #pragma unroll
-    for (int stride = 1; stride < X3_WARP; stride *= 2) {
-        const float sign = lane & stride ? -1.0f : 1.0f;
+    for (int stride = 1; stride < X3_WARP; stride *= 2)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            v[e] = fmaf(v[e], sign, __shfl_xor_sync(X3_ALL_LANES, v[e], stride)); /* the product is exact */
-    }
+        for (int e = 0; e < 4; e++) {
+            float other = __shfl_xor_sync(X3_ALL_LANES, v[e], stride);
+            v[e] = lane & stride ? other - v[e] : v[e] + other;
+        }
 #pragma unroll
     for (int e = 0; e < 4; e++)
         v[e] *= 0.08838834764831845f;
@@ -431,18 +388,13 @@ static __device__ __forceinline__ void store_4(const float v[4], void *y, x3_cud
     }
 }
 
-/* v *= four float16. */
-static __device__ __forceinline__ void scale_4_by(float v[4], uint2 scale)
-{
-    float2 p = __half22float2(bits_half2(scale.x)), q = __half22float2(bits_half2(scale.y));
-
-    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
-}
-
 /* v *= scale[i .. i + 3], float16. */
 static __device__ __forceinline__ void scale_4(float v[4], const uint16_t *scale, size_t i)
 {
-    scale_4_by(v, *(const uint2 *)(scale + i));
+    uint2 h = *(const uint2 *)(scale + i);
+    float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
+
+    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
 }
 
 #endif

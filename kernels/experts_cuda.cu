@@ -30,20 +30,19 @@ static __device__ __forceinline__ int expert_of(const x3_cuda_slots &s, int slot
     return low;
 }
 
-/* 4 numbers to the operand's words: as rotate_inputs and input_word in linear_cuda.cuh. */
+/* 4 numbers to the operand's words: as rotate_inputs and operand_word in linear_cuda.cuh. */
 static __device__ __forceinline__ void store_parts(uint32_t *unit_words, const float v[4], float factor, int lane)
 {
-    const int half = lane >> 1 & 1, q = 2 * (lane & 1);
+    const int half = lane >> 1 & 1, q = lane & 1;
     __half high[4], low[4];
 
 #pragma unroll
     for (int e = 0; e < 4; e++)
         split_half(v[e] * factor, &high[e], &low[e]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        unit_words[(q + i) * 4 + half] = half2_bits(__halves2half2(high[2 * i], high[2 * i + 1]));
-        unit_words[(q + i) * 4 + 2 + half] = half2_bits(__halves2half2(low[2 * i], low[2 * i + 1]));
-    }
+    unit_words[q * 4 + half] = half2_bits(__halves2half2(high[0], high[2]));
+    unit_words[(q + 2) * 4 + half] = half2_bits(__halves2half2(high[1], high[3]));
+    unit_words[q * 4 + 2 + half] = half2_bits(__halves2half2(low[0], low[2]));
+    unit_words[(q + 2) * 4 + 2 + half] = half2_bits(__halves2half2(low[1], low[3]));
 }
 
 /* A block a slot; the row is read and transformed twice, for its largest number first. */

@@ -44,37 +44,24 @@ x3_status x3_cuda_open(int device, x3_cuda_info *out, x3_err *err)
     return X3_OK;
 }
 
-x3_status x3_cuda_launch_clusters(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
-                                  bool overlap, int together, x3_cuda_stream stream, void **args, const char *what, x3_err *err)
+x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
+                         bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err)
 {
-    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute attribute = {};
     cudaLaunchConfig_t config = {};
 
-    config.attrs = attributes;
-    if (overlap && info->compute_capability >= 90) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (together > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs].val.clusterDim.x = (unsigned)together;
-        attributes[config.numAttrs].val.clusterDim.y = 1;
-        attributes[config.numAttrs++].val.clusterDim.z = 1;
-    }
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = grid;
     config.blockDim = dim3((unsigned)n_threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = overlap && info->compute_capability >= 90 ? 1 : 0;
     if (shared_bytes > 0)
         RETURN_IF_FAILED(x3_cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                            (int)shared_bytes), what, err));
     return x3_cuda_check(cudaLaunchKernelExC(&config, kernel, args), what, err);
-}
-
-x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
-                         bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err)
-{
-    return x3_cuda_launch_clusters(info, kernel, grid, n_threads, shared_bytes, overlap, 1, stream, args, what, err);
 }
 
 x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
@@ -99,15 +86,16 @@ static __global__ void __launch_bounds__(ROTATE_WARPS *X3_WARP) rotate_fragments
 {
     __shared__ __align__(16) uint32_t fragments[8 * X3_WARP * 4]; /* [unit][lane][row / 8][2] */
     const int lane = threadIdx.x & 31, r = threadIdx.x >> 5, row = blockIdx.y * 16 + r;
-    uint32_t *to = fragments + ((lane >> 2) * X3_WARP + 4 * (r & 7)) * 4 + 2 * (r >> 3) + input_word(lane, 4);
-    uint2 words = {0, 0};
+    uint32_t words[2] = {0, 0};
 
     release_next_kernel();
     wait_for_previous_kernel();
     if (row < a.n_rows)
-        words = rotate_inputs(load_inputs(a, row, blockIdx.x, lane), lane);
-    to[0] = words.x;
-    to[4] = words.y;
+        rotate_inputs(a, row, blockIdx.x, lane, words);
+    for (int i = 0; i < 2; i++) {
+        const int word = operand_word(lane, i), q = word / 2, high = word % 2;
+        fragments[((lane >> 2) * X3_WARP + 4 * (r & 7) + q) * 4 + 2 * (r >> 3) + high] = words[i];
+    }
     __syncthreads();
     if (threadIdx.x < 8 * X3_WARP)
         a.fragments[((size_t)blockIdx.y * a.n_units_in + blockIdx.x * 8) * X3_WARP + threadIdx.x] =
@@ -197,10 +185,10 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
 static bool fit(const x3_cuda_info *info, int K, linear_shape shape, linear_args *a, size_t *shared_bytes)
 {
     const size_t most_units = (size_t)(a->n_units_each + (a->n_units_more > 0));
-    const size_t of_row = most_units * X3_TILE * 2 + 2 * STRIPE_COLS * sizeof(float); /* inputs; sums of a pair of blocks */
-    const size_t rest = linear_sums_bytes(shape, a->n_rows) + (shape == LINEAR_FOLDED ? (size_t)a->n_rows * of_row : 0) + 64;
+    const size_t rest = linear_sums_bytes(shape, a->n_rows) +
+                        (shape == LINEAR_FOLDED ? most_units * (size_t)a->n_rows * X3_TILE * 2 : 0) + 64;
 
-    for (a->n_stages = LINEAR_STAGES; a->n_stages >= (shape == LINEAR_FOLDED ? LINEAR_STAGES : 2); a->n_stages--) {
+    for (a->n_stages = 4; a->n_stages >= 2; a->n_stages--) {
         *shared_bytes = linear_ring_bytes(K, shape, a->n_stages) + rest;
         if (*shared_bytes + 64 <= info->shared_bytes) /* 64: what the kernel declares itself */
             return true;
@@ -244,10 +232,9 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
                                        args, "linear, rotating inputs", err));
         overlap = true; /* the weights were there before the kernel just queued */
     }
-    a.is_paired = shape == LINEAR_FOLDED && info->compute_capability >= 90 && n_blocks == 2 * a.n_stripes && a.n_units_more == 0;
     const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 8 * LINEAR_GROUPS(shape) - 1) / (8 * LINEAR_GROUPS(shape))));
-    return x3_cuda_launch_clusters(info, kernels.linear[decoder_of(g->codebook)][shape], grid, LINEAR_WARPS(shape) * X3_WARP,
-                                   shared_bytes, overlap, a.is_paired ? 2 : 1, stream, args, "linear", err);
+    return x3_cuda_launch(info, kernels.linear[decoder_of(g->codebook)][shape], grid, LINEAR_WARPS(shape) * X3_WARP, shared_bytes, overlap,
+                        stream, args, "linear", err);
 }
 
 /* ---- the weight as a matrix ------------------------------------------------------------------------------------------ */

@@ -13,7 +13,6 @@
 #define STRIPE_COLS 128
 #define STRIPE_TILES (STRIPE_COLS / X3_TILE)
 #define LINEAR_STAGE_UNITS(K) ((K) <= 3 ? 4 : 2) /* units of a chain that arrive in shared memory together */
-#define LINEAR_STAGES 4
 #define LINEAR_SUMS_PAD 4                        /* keeps the rows of sums in different banks */
 #define FOLD_ROWS 4                   /* up to here every block rotates its own inputs */
 
@@ -31,8 +30,7 @@ typedef struct linear_args {
     int n_units_in, n_stripes; /* units of a stripe; stripes */
     int n_units_each;          /* of a block, */
     int n_units_more;          /* and this many blocks take one more */
-    int n_stages;              /* of a warp's ring in shared memory; LINEAR_STAGES when folded */
-    int is_paired;             /* folded: two blocks, a cluster, share each stripe and add their sums in shared memory */
+    int n_stages;              /* of a warp's ring in shared memory */
     uint4 *fragments;          /* rotated inputs as operands: [row / 16][unit][lane]; unused when folded */
     float *partial;            /* [slot][row][128], slot = block + stripe */
     int *counters;             /* [row group][stripe] segments that have arrived; zero between calls */
@@ -65,8 +63,7 @@ x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err);
 /* All but the work split and scratch. */
 void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows);
 
-/* Shared memory: the warps' rings of weights, the chains' sums of 8 rows; folded, the sums of both blocks of a pair and the
- * rotated inputs. */
+/* Shared memory: the warps' rings of weights, the chains' sums of 8 rows, and the rotated inputs when folded. */
 static inline size_t linear_ring_bytes(int K, linear_shape s, int n_stages)
 {
     return (size_t)LINEAR_WARPS(s) * (size_t)n_stages * LINEAR_STAGE_UNITS(K) * LINEAR_TILES(s) * 32 * (size_t)K;
@@ -79,36 +76,24 @@ static inline size_t linear_sums_bytes(linear_shape s, int n_rows)
     return (size_t)N_CHAINS * (size_t)(n_rows < 8 ? n_rows : 8) * (cols + LINEAR_SUMS_PAD) * sizeof(float);
 }
 
-/* What is read for inputs 128 * block + 4 * lane .. of a row. */
-typedef struct raw_inputs {
-    float v[4];
-    uint2 scale;
-} raw_inputs;
-
-static __device__ __forceinline__ raw_inputs load_inputs(const linear_args &a, int row, int block, int lane)
+/* Rotated inputs 128 * block + 4 * lane .. of a row: those two and two that are neighbours in an operand. */
+static __device__ __forceinline__ void rotate_inputs(const linear_args &a, int row, int block, int lane, uint32_t words[2])
 {
     const size_t i = (size_t)block * X3_HADAMARD + 4 * lane;
-    raw_inputs r;
+    float v[4];
 
-    r.scale = *(const uint2 *)(a.suh + i);
-    load_4(r.v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
-    return r;
+    load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
+    scale_4(v, a.suh, i);
+    hadamard_128(v, lane);
+    words[0] = half2_bits(__floats2half2_rn(v[0], v[2]));
+    words[1] = half2_bits(__floats2half2_rn(v[1], v[3]));
 }
 
-/* Rotated: numbers 0, 1 and 2, 3 of the lane. */
-static __device__ __forceinline__ uint2 rotate_inputs(raw_inputs r, int lane)
+/* Where they belong among the 8 words [q][2] of their unit, unit lane / 4 of the block: rows 0, 2, .. come before rows
+ * 1, 3, .. (tile_operand_row), and rows 8 .. 15 are the second word of a lane. */
+static __device__ __forceinline__ int operand_word(int lane, int which)
 {
-    scale_4_by(r.v, r.scale);
-    hadamard_128(r.v, lane);
-    return make_uint2(half2_bits(__floats2half2_rn(r.v[0], r.v[1])), half2_bits(__floats2half2_rn(r.v[2], r.v[3])));
-}
-
-/* The unit of these inputs is unit lane / 4 of the block. Its operand has two words for q = 0 .. 3: numbers 2 q and 2 q + 1, and
- * those 8 later. Where the first word of rotate_inputs belongs where the words of a q are `step` apart; the second belongs to
- * the next q. */
-static __device__ __forceinline__ int input_word(int lane, int step)
-{
-    return 2 * step * (lane & 1) + (lane >> 1 & 1);
+    return 2 * (2 * which + (lane & 1)) + (lane >> 1 & 1);
 }
 
 #endif

@@ -59,30 +59,32 @@ static __device__ __forceinline__ int chain_units(segment s, int chain)
 }
 
 /* What a warp copies into its ring: the units of its chain, for each of its column parts in turn, segment by segment. Part
- * p of a stripe is TILES tiles wide. A stage is copied 16 bytes a lane, STAGE_COPIES times, whatever unit they belong to.
- * Places in the weights are counted in these 16 bytes. */
+ * p of a stripe is TILES tiles wide. A copy instruction moves 16 bytes a lane, and several units where they are small. */
 typedef struct feed {
-    uint32_t from; /* the next unit */
-    int n_left;    /* units before this part of this segment ends; none at the very end */
+    const uint32_t *from; /* this lane's bytes of the next unit */
+    int n_left;           /* units before this part of this segment ends; none at the very end */
     segment s;
     int part;
 } feed;
 
-#define TILE_PIECES (TILE_WORDS / 4)
-#define UNIT_PIECES(TILES) ((TILES) * TILE_PIECES)
-#define STAGE_PIECES(TILES) (STAGE_UNITS * UNIT_PIECES(TILES))
-#define STAGE_COPIES(TILES) ((STAGE_PIECES(TILES) + X3_WARP - 1) / X3_WARP)
+/* In 16-byte pieces; units a copy instruction moves, a divisor of STAGE_UNITS. */
+#define UNIT_PIECES(TILES) ((TILES) * TILE_WORDS / 4)
+#define COPY_UNITS(TILES) \
+    (UNIT_PIECES(TILES) * 4 <= X3_WARP && STAGE_UNITS >= 4 ? 4 : UNIT_PIECES(TILES) * 2 <= X3_WARP ? 2 : 1)
 
-template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain)
+template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain, int lane)
 {
-    const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain;
+    const int lane_unit = lane / UNIT_PIECES(TILES), piece = lane % UNIT_PIECES(TILES); /* 0, lane where one is copied */
+    const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain + N_CHAINS * (COPY_UNITS(TILES) > 1 ? lane_unit : 0);
+    const size_t tile = (size_t)unit * a.n_stripes * STRIPE_TILES + f->s.stripe * STRIPE_TILES + f->part * TILES;
 
     f->n_left = chain_units(f->s, chain);
-    f->from = (uint32_t)((unit * a.n_stripes + f->s.stripe) * STRIPE_TILES + f->part * TILES) * TILE_PIECES;
+    f->from = a.words + tile * TILE_WORDS + (COPY_UNITS(TILES) > 1 ? piece : lane) * 4;
 }
 
 /* Goes on to where there is something left. */
-template <int TILES, int WARPS> static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain)
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain, int lane)
 {
     const int beside = WARPS / N_CHAINS; /* parts that other warps take at the same time */
 
@@ -92,41 +94,30 @@ template <int TILES, int WARPS> static __device__ __forceinline__ void feed_sett
             f->part %= beside;
             f->s = segment_next(f->s, last, a.n_units_in);
         }
-        feed_point<TILES>(f, a, chain);
+        feed_point<TILES>(f, a, chain, lane);
     }
 }
 
-/* Where piece `lane` of each copy comes from, behind the stage's first unit. `chain_step`: from a unit of the chain to the next. */
-template <int TILES> static __device__ __forceinline__ void copy_offsets(uint32_t *offset, uint32_t chain_step, int lane)
-{
-#pragma unroll
-    for (int c = 0; c < STAGE_COPIES(TILES); c++) {
-        const uint32_t piece = (uint32_t)(c * X3_WARP + lane);
-        offset[c] = opaque(piece / UNIT_PIECES(TILES) * chain_step + piece % UNIT_PIECES(TILES));
-    }
-}
-
-/* Starts copying the next stage, as one group; `to` is this lane's place in it. */
+/* Starts copying the next stage, as one group. `chain_step`: words from a unit of the chain to the next one. */
 template <int TILES, int WARPS>
-static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *to, const uint32_t *offset,
-                                                  uint32_t chain_step, int last, int chain, int lane)
+static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage, size_t chain_step, int last,
+                                                  int chain, int lane)
 {
-    const uint4 *from = (const uint4 *)a.words;
+    constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
+    const int lane_unit = units > 1 ? lane / pieces : 0;
 
-    if (f->n_left > STAGE_UNITS) {
+    if (f->n_left > 0) {
+        const uint32_t *from = f->from;
 #pragma unroll
-        for (int c = 0; c < STAGE_COPIES(TILES); c++)
-            if (STAGE_PIECES(TILES) - c * X3_WARP >= X3_WARP || lane < STAGE_PIECES(TILES) - c * X3_WARP)
-                copy_async_16(to + c * X3_WARP * 4, from + (f->from + offset[c]));
-        f->from += STAGE_UNITS * chain_step;
+        for (int u = 0; u < STAGE_UNITS; u += units, from += units * chain_step)
+#pragma unroll
+            for (int p = 0; p < pieces * units; p += X3_WARP)
+                if (u + lane_unit < f->n_left && (pieces * units - p >= X3_WARP || lane < pieces * units - p))
+                    copy_async_16(stage + u * TILES * TILE_WORDS + (p + lane) * 4, from + p * 4);
+        f->from = from;
         f->n_left -= STAGE_UNITS;
-    } else if (f->n_left > 0) {
-#pragma unroll
-        for (int c = 0; c < STAGE_COPIES(TILES); c++)
-            if (c * X3_WARP + lane < f->n_left * UNIT_PIECES(TILES))
-                copy_async_16(to + c * X3_WARP * 4, from + (f->from + offset[c]));
-        f->n_left = 0;
-        feed_settle<TILES, WARPS>(f, a, last, chain);
+        if (f->n_left <= 0)
+            feed_settle<TILES, WARPS>(f, a, last, chain, lane);
     }
     copy_async_commit();
 }
@@ -134,7 +125,7 @@ static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a,
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
 
 /* Folded: the inputs of the block's units, [unit - first][row][q][2] words in the order of operands, behind 4 words of
- * zeros for lanes without a row. Two Hadamard blocks at a time, so that one's shuffles fill the other's waits. */
+ * zeros for lanes without a row. */
 static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, segment s, int last, int warp,
                                                         int n_warps, int lane)
 {
@@ -144,25 +135,15 @@ static __device__ __forceinline__ void rotate_for_block(const linear_args &a, ui
         inputs[threadIdx.x] = 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
         const int base = s.stripe * a.n_units_in, n_blocks = (s.end - base + 7) / 8;
-        for (int row = 0; row < a.n_rows; row++)
-            for (int block = (s.begin - base) / 8 + warp; block < n_blocks; block += 2 * n_warps) {
-                const int blocks[2] = {block, min(block + n_warps, n_blocks - 1)};
-                raw_inputs raw[2];
-                uint2 words[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    raw[i] = load_inputs(a, row, blocks[i], lane);
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    words[i] = rotate_inputs(raw[i], lane);
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int unit = base + blocks[i] * 8 + (lane >> 2);
-                    if (unit >= s.begin && unit < s.end && block + i * n_warps < n_blocks) {
-                        uint32_t *to = inputs + 4 + ((unit - first) * a.n_rows + row) * 8 + input_word(lane, 2);
-                        to[0] = words[i].x;
-                        to[2] = words[i].y;
-                    }
+        for (int block = (s.begin - base) / 8 + warp; block < n_blocks; block += n_warps)
+            for (int row = 0; row < a.n_rows; row++) {
+                const int unit = base + block * 8 + (lane >> 2);
+                uint32_t words[2];
+                rotate_inputs(a, row, block, lane, words);
+                if (unit >= s.begin && unit < s.end) {
+                    uint32_t *to = inputs + 4 + ((unit - first) * a.n_rows + row) * 8;
+                    to[operand_word(lane, 0)] = words[0];
+                    to[operand_word(lane, 1)] = words[1];
                 }
             }
         if (s.end == last)
@@ -194,9 +175,8 @@ static __device__ __forceinline__ void inputs_load(const void *from, size_t bloc
 
 /* ---- sums ---------------------------------------------------------------------------------------------------------- */
 
-/* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128], PAIRED: in the
- * shared memory of the cluster's first block. */
-template <int GROUPS, int TILES, int WARPS, bool PAIRED>
+/* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
+template <int GROUPS, int TILES, int WARPS>
 static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float *sums, float *partial, int n_rows, int chain,
                                                   int part, int pass, int lane)
 {
@@ -223,34 +203,28 @@ static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float 
 #pragma unroll
             for (int k = 1; k < N_CHAINS; k++)
                 sum += sums[(k * n + r) * ld + c];
-            float *to_sum = partial + (8 * group + r) * STRIPE_COLS + pass * cols + c;
-            if (PAIRED)
-                store_in_cluster(to_sum, 0, sum);
-            else
-                __stcg(to_sum, sum);
+            __stcg(partial + (8 * group + r) * STRIPE_COLS + pass * cols + c, sum);
         }
     }
 }
 
-/* y of one stripe from the partial sums of its n_slots segments, PAIRED: in shared memory. A warp a row; scale: of the lane's
- * outputs. */
-template <bool PAIRED>
+/* y of one stripe from the partial sums of its n_slots segments. A warp a row. */
 static __device__ __forceinline__ void finish_stripe(const linear_args &a, const float *partial, int n_slots,
-                                                     size_t slot_floats, uint2 scale, int stripe, int first_row, int n_rows,
-                                                     int warp, int n_warps, int lane)
+                                                     size_t slot_floats, int stripe, int first_row, int n_rows, int warp,
+                                                     int n_warps, int lane)
 {
     const size_t i = (size_t)stripe * STRIPE_COLS + 4 * lane;
 
     for (int row = warp; row < n_rows; row += n_warps) {
         const float4 *from = (const float4 *)(partial + row * STRIPE_COLS) + lane;
-        float4 f = PAIRED ? *from : __ldcg(from);
+        float4 f = __ldcg(from);
         float v[4] = {f.x, f.y, f.z, f.w};
         for (int s = 1; s < n_slots; s++) {
-            f = PAIRED ? from[s * slot_floats / 4] : __ldcg(from + s * slot_floats / 4);
+            f = __ldcg(from + s * slot_floats / 4);
             v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
         }
         hadamard_128(v, lane);
-        scale_4_by(v, scale);
+        scale_4(v, a.svh, i);
         if (a.bias != NULL)
             for (int e = 0; e < 4; e++)
                 v[e] += i + e < (size_t)a.n_out ? a.bias[i + e] : 0.0f;
@@ -295,17 +269,6 @@ static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], con
     }
 }
 
-template <bool FOLDED> static __device__ __forceinline__ void wait_for_stage(int n_stages)
-{
-    if (FOLDED || n_stages == LINEAR_STAGES)
-        copy_async_wait<LINEAR_STAGES - 2>();
-    else if (n_stages == 3)
-        copy_async_wait<1>();
-    else
-        copy_async_wait<0>();
-    __syncwarp();
-}
-
 /* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
  * of 8 rows. */
 template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
@@ -316,16 +279,14 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
     const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1);
-    const int ring_words = (FOLDED ? LINEAR_STAGES : a.n_stages) * stage_words;
     const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8);
-    const uint32_t chain_step = (uint32_t)(N_CHAINS * STRIPE_TILES * TILE_PIECES) * a.n_stripes;
+    const size_t chain_step = (size_t)N_CHAINS * a.n_stripes * STRIPE_TILES * TILE_WORDS;
     const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_units_in * X3_WARP;
-    uint32_t *ring = shared + opaque((uint32_t)(warp * ring_words)), *ring_lane = ring + opaque((uint32_t)lane * 4);
-    float *sums = (float *)(shared + (size_t)WARPS * ring_words);
-    float *pair = sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD); /* [2][row][128]; it and the next folded alone */
-    uint32_t *inputs = (uint32_t *)(pair + 2 * n_rows * STRIPE_COLS), offset[STAGE_COPIES(TILES)];
     lane_bits bits = lane_bits_of<X3_K>(lane);
     ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
+    uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
+    float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
+    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD)); /* folded alone */
 
     bits.word = (int)opaque((uint32_t)bits.word);
     bits.before = (int)opaque((uint32_t)bits.before);
@@ -334,25 +295,21 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     o.b[0] = opaque(o.b[0]);
     o.b[1] = opaque(o.b[1]);
     release_next_kernel();
-    if (FOLDED && a.is_paired)
-        cluster_arrive(); /* the other block's shared memory is there */
-    copy_offsets<TILES>(offset, chain_step, lane);
     feed f = {};
     segment s = segment_first(first, last, a.n_units_in);
     f.s = s;
     f.part = warp / N_CHAINS;
-    feed_point<TILES>(&f, a, chain);
-    feed_settle<TILES, WARPS>(&f, a, last, chain);
-    int now = 0, before = ring_words - stage_words; /* the stage that is read next; the one that was read before it */
-    for (int at = 0; at < before; at += stage_words)
-        feed_stage<TILES, WARPS>(&f, a, ring_lane + at, offset, chain_step, last, chain, lane);
+    feed_point<TILES>(&f, a, chain, lane);
+    feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
+    for (int i = 0; i < a.n_stages - 1; i++)
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, chain_step, last, chain, lane);
     wait_for_previous_kernel();
     if (FOLDED)
         rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
 
+    int now = 0;
     for (;; s = segment_next(s, last, a.n_units_in)) {
         float *partial = a.partial + (blockIdx.x + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS;
-        const uint2 scale = *(const uint2 *)(a.svh + (size_t)s.stripe * STRIPE_COLS + 4 * lane);
         for (int pass = 0; pass < passes; pass++) {
             float acc[GROUPS][TILES][4] = {};
             uint32_t in[GROUPS][2];
@@ -364,9 +321,16 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
                                                           2 * (lane & 3))
                                          : (const char *)inputs;
             for (int n_left = chain_units(s, chain); n_left > 0; n_left -= STAGE_UNITS) {
-                wait_for_stage<FOLDED>(a.n_stages);
-                const uint32_t *stage = ring + now;
-                feed_stage<TILES, WARPS>(&f, a, ring_lane + before, offset, chain_step, last, chain, lane);
+                if (a.n_stages == 4)
+                    copy_async_wait<2>();
+                else if (a.n_stages == 3)
+                    copy_async_wait<1>();
+                else
+                    copy_async_wait<0>();
+                __syncwarp();
+                const uint32_t *stage = ring + now * stage_words;
+                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, chain_step, last,
+                                         chain, lane);
                 if (FOLDED && n_left >= STAGE_UNITS) { /* no branch between units: the compiler interleaves them */
 #pragma unroll
                     for (int u = 0; u < STAGE_UNITS; u++) {
@@ -384,25 +348,14 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
                         multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
                     }
                 }
-                before = now;
-                now = now + stage_words == ring_words ? 0 : now + stage_words;
+                now = now + 1 == a.n_stages ? 0 : now + 1;
             }
-            if (FOLDED && a.is_paired) { /* one segment, one pass */
-                const int rank = blockIdx.x & 1;
-                cluster_wait();
-                add_chains<GROUPS, TILES, WARPS, true>(acc, sums, pair + rank * slot_floats, n_rows, chain, warp / N_CHAINS, 0, lane);
-                cluster_arrive();
-                cluster_wait();
-                if (rank == 0)
-                    finish_stripe<true>(a, pair, 2, slot_floats, scale, s.stripe, 0, n_rows, warp, WARPS, lane);
-                return;
-            }
-            add_chains<GROUPS, TILES, WARPS, false>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
+            add_chains<GROUPS, TILES, WARPS>(acc, sums, partial, n_rows, chain, warp / N_CHAINS, pass, lane);
         }
         int from, to;
         if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
-            finish_stripe<false>(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
-                                 slot_floats, scale, s.stripe, first_row, n_rows, warp, WARPS, lane);
+            finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
+                          slot_floats, s.stripe, first_row, n_rows, warp, WARPS, lane);
         if (s.end == last)
             break;
     }
@@ -413,13 +366,13 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
 #define MATRIX_WARPS 8
 #define MATRIX_LD (STRIPE_COLS + 8) /* float16 a row in shared memory: 16 bytes of padding keep the banks apart */
 
-/* A 16 x 16 operand, columns of the weight across the lanes, to its place in rows of shared memory; words as in the A operand
- * of mma_f16. */
-static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w[4], int lane)
+/* A 16 x 16 operand, columns of the weight across the lanes, to its place in rows of shared memory. ROW gives the row of
+ * index i of the operand's second dimension; words as in the A operand of mma_f16. */
+template <int (*ROW)(int)> static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w[4], int lane)
 {
 #if __CUDA_ARCH__ >= 900
     /* lane 8 m + r gives the address of row r of block m, as stored */
-    const __half *at = to + ((lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + 8 * (lane >> 3 & 1);
+    const __half *at = to + ROW((lane & 7) + 8 * (lane >> 4)) * MATRIX_LD + 8 * (lane >> 3 & 1);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      (uint32_t)__cvta_generic_to_shared(at)),
                  "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
@@ -429,7 +382,7 @@ static __device__ __forceinline__ void store_turned(__half *to, const uint32_t w
     for (int i = 0; i < 4; i++) {
         uint32_t turned;
         asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(w[i]));
-        *(uint32_t *)(to + ((lane >> 2) + 8 * (i >> 1)) * MATRIX_LD + 8 * (i & 1) + 2 * (lane & 3)) = turned;
+        *(uint32_t *)(to + ROW((lane >> 2) + 8 * (i >> 1)) * MATRIX_LD + 8 * (i & 1) + 2 * (lane & 3)) = turned;
     }
 #endif
 }
@@ -524,7 +477,7 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP) reconstruct(cons
         for (int t = 0; t < STRIPE_TILES; t++) {
             uint32_t w[4];
             decode_tile<X3_K, CODEBOOK>(mine + now * STRIP_WORDS + t * TILE_WORDS, bits, o, w);
-            store_turned(rows[warp] + t * X3_TILE, w, lane);
+            store_turned<tile_operand_row>(rows[warp] + t * X3_TILE, w, lane);
         }
         __syncwarp();
         rows_out(rows[warp], out + (size_t)p.row * X3_TILE * n_out + p.stripe * STRIPE_COLS, n_out, lane);
@@ -555,6 +508,11 @@ template <int N> static __device__ __forceinline__ void hadamard_8(float x[8][N]
                 }
 }
 
+static __device__ __forceinline__ int same_row(int i)
+{
+    return i;
+}
+
 /* A 16 x 16 float32 tile [column g | g + 8][row 2 q, 2 q + 1 | + 8] of the registers of two products, rounded, to shared memory. */
 static __device__ __forceinline__ void store_tile(__half *to, const float d[8], int lane)
 {
@@ -563,7 +521,7 @@ static __device__ __forceinline__ void store_tile(__half *to, const float d[8], 
 #pragma unroll
     for (int i = 0; i < 4; i++)
         w[i] = half2_bits(__floats2half2_rn(d[2 * i], d[2 * i + 1]));
-    store_turned(to, w, lane);
+    store_turned<same_row>(to, w, lane);
 }
 
 /* diag(suh) Hd Wq Hd diag(svh), rounded to float16, [n_units * 16][n_stripes * 128]; a block of threads 128 x 128 at a time.
@@ -582,12 +540,13 @@ static __global__ void __launch_bounds__(MATRIX_WARPS *X3_WARP, 2)
     const ones o = ones_of<CODEBOOK>(lane, multiplier, addend);
     const size_t n_out = (size_t)n_stripes * STRIPE_COLS;
     uint32_t *mine = strips + warp * 2 * STRIP_WORDS;
-    uint32_t signs[2][2]; /* by new rows g and g + 8 */
+    uint32_t signs[2][2]; /* rows in the order of decode_tile, by new rows g and g + 8 */
     int now = 0;
 
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        signs[i >> 1][i & 1] = signs_of(g + 8 * (i >> 1), 2 * q + 8 * (i & 1), 2 * q + 8 * (i & 1) + 1);
+        signs[i >> 1][i & 1] = signs_of(g + 8 * (i >> 1), tile_operand_row(2 * q + 8 * (i & 1)),
+                                        tile_operand_row(2 * q + 8 * (i & 1) + 1));
     release_next_kernel();
     piece_walk p = piece_start(blockIdx.x, gridDim.x, n_stripes);
     fetch_strip(mine, words, p.row * 8 + warp, p.stripe, n_units, n_stripes, lane);
