@@ -43,6 +43,7 @@ typedef struct x3_job_options {
     const char *const *texts;
     size_t n_texts, rows, cols;
     uint64_t memory_bytes; /* of the host; 0: four fifths of what it has */
+    uint64_t device_memory_bytes; /* of a device with memory of its own; 0, or more than is free: what is free */
     const char *device;
     int n_threads;
     bool resume, overwrite;

@@ -92,16 +92,35 @@ static uint64_t fit_experts(const x3_job *job, uint64_t fixed, uint64_t head, ui
     return fixed + x3_max_size(layer_bytes(job, low), head);
 }
 
-/* What the device's operations need for themselves: the most that any group of linears asks for. */
+/* Sizes of the two short measurements: enough to occupy a device. */
+struct probe {
+    size_t n_in, n_out; /* of the encoder's */
+    size_t rows, dim;   /* of the product's */
+    float *d_w, *d_q, *d_x, *d_y;
+    double encode, product; /* seconds a weight, seconds an operation */
+};
+
+static struct probe probe_for(const x3_device *dev)
+{
+    const bool large = dev->capacity_bytes > 0;
+
+    return (struct probe){.n_in = 32, .n_out = large ? 8192 : 64, .rows = large ? 4096 : 512, .dim = large ? 2048 : 512};
+}
+
+/* What the device's operations need for themselves and keep: the most that any group of linears asks for, or the probe. */
 static uint64_t own_bytes(const x3_job *job)
 {
     const x3_model *m = job->source->model;
     const size_t rows = x3_stream_batch(planned_rows(job), job->o.cols) * job->o.cols;
-    uint64_t most = 0;
+    const struct probe t = probe_for(job->dev);
+    uint64_t most = 0, probe;
 
     if (job->dev->ops->own_bytes == NULL)
         return 0;
     most = job->dev->ops->own_bytes(job->dev, m->hidden, m->vocab, rows);
+    probe = x3_max_size(job->dev->ops->own_bytes(job->dev, t.n_in, t.n_out, 0),
+                        job->dev->ops->own_bytes(job->dev, t.dim, t.dim, t.rows));
+    most = x3_max_size(most, probe + 2 * sizeof(float) * (t.n_in * t.n_out + t.rows * t.dim));
     if (job->source->uses_draft)
         most = x3_max_size(most, job->dev->ops->own_bytes(job->dev, 2 * m->hidden, m->hidden, rows));
     for (size_t i = 0; i < x3_job_layers(job); i++)
@@ -244,14 +263,6 @@ static double routed_weights(const x3_job *job)
     return sum;
 }
 
-/* Sizes of the two short measurements: enough to occupy a device. */
-struct probe {
-    size_t n_in, n_out; /* of the encoder's */
-    size_t rows, dim;   /* of the product's */
-    float *d_w, *d_q, *d_x, *d_y;
-    double encode, product; /* seconds a weight, seconds an operation */
-};
-
 static x3_status measure(struct probe *t, const x3_job *job, x3_err *err)
 {
     const x3_ldlq_job one = {.codebook = job->o.quant.codebook, .K = 4, .n_out = t->n_out, .d_w = t->d_w, .d_q = t->d_q};
@@ -274,16 +285,17 @@ out:
 
 static x3_status estimate_seconds(x3_job *job, x3_err *err)
 {
-    const bool large = job->dev->capacity_bytes > 0;
-    struct probe t = {.n_in = 32, .n_out = large ? 8192 : 64, .rows = large ? 4096 : 512, .dim = large ? 2048 : 512};
+    struct probe t = probe_for(job->dev);
     double weights = 0, layers;
     x3_status rc;
 
+    if (job->summary.device_bytes > job->summary.device_free)
+        return X3_OK; /* the job is refused; this might not fit either */
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_w, t.n_in * t.n_out, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_q, t.n_in * t.n_out, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_x, t.rows * t.dim, err));
     X3_TRY(rc, out, x3_device_floats(job->dev, &t.d_y, t.rows * t.dim, err));
-    for (int i = 0; i < (large ? 2 : 1); i++) /* a GPU loads its kernels the first time */
+    for (int i = 0; i < (job->dev->capacity_bytes > 0 ? 2 : 1); i++) /* a GPU loads its kernels the first time */
         X3_TRY(rc, out, measure(&t, job, err));
     for (size_t i = 0; i < job->plan->n_groups; i++) {
         const x3_linear_desc *d = job->plan->groups[i].linear;
@@ -294,7 +306,6 @@ static x3_status estimate_seconds(x3_job *job, x3_err *err)
     /* three runs of a layer, and second moments about as dear as one */
     layers = 4 * 2 * routed_weights(job) * (double)(planned_rows(job) * job->o.cols);
     job->summary.seconds = t.encode * weights + t.product * layers;
-    job->dev->peak_bytes = 0; /* the job's own peak counts from here; what is still held counts with the next allocation */
 out:
     x3_device_free(job->dev, t.d_w);
     x3_device_free(job->dev, t.d_q);

@@ -214,8 +214,8 @@ static x3_status check_space(const x3_job *job, x3_err *err)
                        (double)s->peak_bytes / 1e9, (double)s->memory_bytes / 1e9);
     if (s->device_bytes > s->device_free)
         return x3_fail(err, X3_ERR_MEMORY,
-                       "%s: %llu bytes of device memory are needed, %llu are free; fewer --cols or --target-blend 0 need less, "
-                       "--device cpu uses the host's memory",
+                       "%s: %llu bytes of device memory are needed, %llu may be used; fewer --cols or --target-blend 0 need less; "
+                       "--device-memory, where it was given, may be larger; --device cpu uses the host's memory",
                        job->dev->name, (unsigned long long)s->device_bytes, (unsigned long long)s->device_free);
     if (!job->o.resume && s->out_free < s->out_needed)
         return x3_fail(err, X3_ERR_IO, "%s: the pack needs %.2f GB of disk, %.2f GB are free", job->o.out,
@@ -259,6 +259,8 @@ static x3_status open_job(x3_job *job, x3_findings *findings, x3_err *err)
     x3_status rc;
 
     X3_TRY(rc, out, x3_device_open(&job->dev, job->o.device, job->o.n_threads, err));
+    if (job->o.device_memory_bytes > 0)
+        job->dev->capacity_bytes = x3_min_size(job->dev->capacity_bytes, job->o.device_memory_bytes);
     X3_TRY(rc, out, x3_checkpoint_open(&job->source, job->o.model, job->o.ignored_options, findings, err));
     if (job->source->is_pack) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: is already an EXL3 pack", job->o.model);

@@ -312,7 +312,8 @@ struct x3_device {
     char kernel_set[96];  /* what the bytes may depend on: "cpu OpenBLAS Zen avx2" */
     size_t used_bytes, peak_bytes;
     double busy_seconds[X3_N_WORKS]; /* up to the last sync, where the device measures it (CUDA) */
-    size_t capacity_bytes; /* memory of its own that was free when it was opened; 0: it uses the host's */
+    size_t capacity_bytes; /* of its own memory what may be in use at a time: what was free when it was opened, or less where a
+                            * caller lowers it; 0: it uses the host's */
     /* linear sums over inputs in another, equally valid order: what this changes is the noise floor of a score */
     bool reverse_sums;
     /* linears give a row the same bits whatever rows come with it. Always so on the CPU; on CUDA it costs speed beyond 128

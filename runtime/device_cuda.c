@@ -159,9 +159,9 @@ static x3_status out_of_memory(x3_device_cuda *cuda, size_t n_bytes, x3_err *err
     (void)cudaGetLastError();
     (void)cudaMemGetInfo(&n_free, &total);
     return x3_fail(err, X3_ERR_MEMORY,
-                   "%s: out of device memory: %zu bytes are needed, %zu of %zu are free, %zu are in use here; fewer --cols need "
-                   "less, as does --target-blend 0; --device cpu uses the host's memory",
-                   cuda->info.name, n_bytes, n_free, total, cuda->base.used_bytes);
+                   "%s: out of device memory: %zu bytes are needed, %zu of %zu are free, %zu are in use here of %zu that may be; fewer "
+                   "--cols need less, as does --target-blend 0; --device cpu uses the host's memory",
+                   cuda->info.name, n_bytes, n_free, total, cuda->base.used_bytes, cuda->base.capacity_bytes);
 }
 
 /* From the driver's pool: a job allocates and frees by the ten thousands, and what a layer needed the next one does too. */
@@ -185,6 +185,8 @@ static x3_status cuda_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *
 
     *out = NULL;
     X3_TRY(rc, out, grow_blocks(cuda, err));
+    if (dev->used_bytes + n_bytes > dev->capacity_bytes)
+        return out_of_memory(cuda, n_bytes, err);
     cudaError_t error = take_from_pool(cuda, &b.p, n_bytes);
     if (error == cudaErrorMemoryAllocation)
         return out_of_memory(cuda, n_bytes, err);

@@ -64,7 +64,7 @@ static void print_summary(const x3_job *job)
 static struct check_values {
     const char *model, *device, *expert_hessian;
     double bits;
-    uint64_t mtp_bits, memory, rows, cols;
+    uint64_t mtp_bits, memory, device_memory, rows, cols;
     x3_list ignored;
     bool list;
 } check_values = {.device = "cpu", .expert_hessian = "auto", .bits = 4, .rows = 250, .cols = 2048};
@@ -77,6 +77,7 @@ static const x3_option check_options[] = {
     {"cols", X3_OPT_COUNT, offsetof(struct check_values, cols), "N", "tokens a row (2048)", 1, 1e6, false},
     {"expert-hessian", X3_OPT_TEXT, offsetof(struct check_values, expert_hessian), "H", "of gate and up: layer, own or auto (auto)", 0, 0, false},
     {"memory", X3_OPT_SIZE, offsetof(struct check_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
+    {"device-memory", X3_OPT_SIZE, offsetof(struct check_values, device_memory), "SIZE", "no more than this of a GPU's (what is free)", 0, 0, false},
     {"list", X3_OPT_FLAG, offsetof(struct check_values, list), NULL, "say what becomes of every tensor", 0, 0, false},
     {"ignore-option", X3_OPT_LIST, offsetof(struct check_values, ignored), "KEY", "a config key that changes nothing", 0, 0, false},
 };
@@ -96,7 +97,8 @@ static int run_check(void *values, const char *command_line)
 {
     struct check_values *v = values;
     x3_job_options o = {.model = v->model, .bits = v->bits, .head_bits = 6, .mtp_bits = (int)v->mtp_bits, .quant = X3_QUANT_DEFAULTS, .rows = v->rows,
-                        .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
+                        .cols = v->cols, .memory_bytes = v->memory,
+                        .device_memory_bytes = v->device_memory, .device = v->device,
                         .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
     x3_reporter r;
@@ -132,7 +134,7 @@ static int run_check(void *values, const char *command_line)
 static struct run_values {
     const char *model, *out, *recipe, *codebook, *tie, *work, *device, *expert_hessian, *expert_weights;
     double bits, target_blend;
-    uint64_t head_bits, mtp_bits, rows, cols, memory, seed, threads, min_expert_tokens;
+    uint64_t head_bits, mtp_bits, rows, cols, memory, device_memory, seed, threads, min_expert_tokens;
     x3_list texts, ignored;
     bool uniform, resume, dry_run, overwrite, json, other_kernels;
 } run_values = {.codebook = "mul1", .tie = "default", .device = "cpu", .expert_hessian = "auto", .expert_weights = "none",
@@ -154,6 +156,7 @@ static const x3_option run_options[] = {
     {"expert-weights", X3_OPT_TEXT, offsetof(struct run_values, expert_weights), "W", "tokens by squared routing weight: none, down or all (none)", 0, 0, false},
     {"min-expert-tokens", X3_OPT_COUNT, offsetof(struct run_values, min_expert_tokens), "N", "refuse an expert with fewer calibration tokens (0)", 0, 1e12, false},
     {"memory", X3_OPT_SIZE, offsetof(struct run_values, memory), "SIZE", "host memory budget (4/5 of what there is)", 0, 0, false},
+    {"device-memory", X3_OPT_SIZE, offsetof(struct run_values, device_memory), "SIZE", "no more than this of a GPU's (what is free)", 0, 0, false},
     {"seed", X3_OPT_COUNT, offsetof(struct run_values, seed), "N", "of the random signs (1)", 0, 9e15, false},
     {"work", X3_OPT_TEXT, offsetof(struct run_values, work), "DIR", "work folder (OUT.work)", 0, 0, false},
     {"resume", X3_OPT_FLAG, offsetof(struct run_values, resume), NULL, "go on where a killed job stopped", 0, 0, false},
@@ -251,7 +254,8 @@ static int run_run(void *values, const char *command_line)
     x3_job_options o = {
         .model = v->model, .out = v->out, .work = v->work, .recipe = v->recipe, .bits = v->bits,
         .head_bits = v->head_bits == NOT_GIVEN ? 6 : (int)v->head_bits, .mtp_bits = (int)v->mtp_bits, .quant = X3_QUANT_DEFAULTS, .texts = v->texts.items,
-        .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols, .memory_bytes = v->memory, .device = v->device,
+        .n_texts = v->texts.n, .rows = v->rows, .cols = v->cols, .memory_bytes = v->memory,
+        .device_memory_bytes = v->device_memory, .device = v->device,
         .n_threads = (int)v->threads, .resume = v->resume, .overwrite = v->overwrite, .other_kernels = v->other_kernels,
         .ignored_options = v->ignored.items, .command = command_line};
     x3_findings findings = {0};
