@@ -12,6 +12,7 @@
 
 #include "formats/base.h"
 #include "kernels/codebook.h"
+#include "kernels/kv_types.h"
 #include "kernels/route.h"
 #include "kernels/score.h"
 
@@ -49,17 +50,18 @@ typedef struct x3_batch {
     int32_t *d_selected;
 } x3_batch;
 
-#define X3_KV_PAGE 64 /* positions a page */
-
 /* The cache of one layer: what its kind needs of the following, the rest zero.
  * Keys and values: a page holds, for each KV head, its keys as 4 panels [k_dim][16 positions] and its values as
  * [64][v_dim]. A latent cache has no values: they are the first v_dim dimensions of the keys.
+ * In a type other than X3_KV_F32 both are blocks of kv_types.h instead; latent caches, index keys and states are float32.
  * Index keys: of a sparse indexer, one head.
  * States: a recurrent state a slot, of the sequence that owns the slot. */
 typedef struct x3_kv_layer {
     size_t n_kv_heads, k_dim, v_dim;
     float *d_keys;       /* [page][n_kv_heads][4][k_dim][16] */
     float *d_values;     /* [page][n_kv_heads][64][v_dim], NULL in a latent cache */
+    x3_kv_type type;
+    void *d_packed_keys, *d_packed_values; /* [page][n_kv_heads] blocks of k_dim and v_dim; NULL for X3_KV_F32 */
     size_t index_dim;
     float *d_index_keys; /* [page][4][index_dim][16] */
     size_t n_slots, state_floats;

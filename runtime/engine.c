@@ -231,7 +231,7 @@ x3_resident_options x3_engine_resident(const x3_engine_options *o)
 
     return (x3_resident_options){.max_positions = o->max_positions, .max_rows = o->chunk_rows, .max_outputs = o->max_sequences,
                                  .n_pages = o->n_pages == 0 ? per_sequence * o->max_sequences : o->n_pages,
-                                 .n_slots = o->max_sequences};
+                                 .n_slots = o->max_sequences, .kv_type = o->kv_type};
 }
 
 static int draw_threads(size_t max_sequences)

@@ -21,7 +21,7 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_checkpoint *c, c
         overflow |= x3_add_overflows(weights, t->dtype == X3_F8_E4M3 ? 4 * t->n_bytes : t->n_bytes, &weights);
     }
     for (size_t i = 0; i < model->n_layers; i++)
-        overflow |= x3_add_overflows(cache, x3_kv_layer_floats(&model->layers[i], o->n_pages, o->n_slots) * sizeof(float), &cache);
+        overflow |= x3_add_overflows(cache, x3_kv_layer_bytes(&model->layers[i], o->n_pages, o->n_slots, o->kv_type), &cache);
     if (overflow)
         return x3_fail(err, X3_ERR_INPUT, "a cache of %zu pages has more bytes than can be counted", o->n_pages);
     m->weights = weights;
@@ -43,7 +43,7 @@ static x3_status load_model(x3_resident *r, x3_err *err)
     X3_TRY(rc, out, x3_alloc(&r->kv, m->n_layers, sizeof *r->kv, err));
     for (size_t i = 0; i < m->n_layers; i++) {
         X3_TRY(rc, out, x3_layer_weights_load(&r->layers[i], r->dev, r->c, &m->layers[i], err));
-        X3_TRY(rc, out, x3_kv_layer_create(&r->kv[i], r->dev, &m->layers[i], r->o.n_pages, r->o.n_slots, err));
+        X3_TRY(rc, out, x3_kv_layer_create(&r->kv[i], r->dev, &m->layers[i], r->o.n_pages, r->o.n_slots, r->o.kv_type, err));
     }
     X3_TRY(rc, out, x3_vector_load(&r->d_norm, r->dev, r->c, &m->final_norm, err));
     rc = x3_linear_load(&r->head, r->dev, r->c, &m->head, err);

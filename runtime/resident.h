@@ -13,6 +13,7 @@ typedef struct x3_resident_options {
     size_t max_outputs;   /* rows of a step whose logits are wanted */
     size_t n_pages;       /* of the cache */
     size_t n_slots;       /* sequences at once, each with a recurrent state in layers that have one */
+    x3_kv_type kv_type;   /* of the cache; x3_kv_layer_type says which layers keep float32 */
 } x3_resident_options;
 
 typedef struct x3_resident {
