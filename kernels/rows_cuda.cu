@@ -177,3 +177,28 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
                                                                ldy);
     return x3_cuda_check(cudaGetLastError(), "dense linear", err);
 }
+
+/* ---- rows of a weight ------------------------------------------------------------------------------------------------------- */
+
+template <typename W>
+static __global__ void __launch_bounds__(FLAT_THREADS) dense_pick(const W *w, size_t n, const int32_t *ids, float *out)
+{
+    const size_t row = blockIdx.x, from = (size_t)ids[row] * n;
+
+    for (size_t i = threadIdx.x; i < n; i += FLAT_THREADS)
+        out[row * n + i] = to_float(w[from + i]);
+}
+
+x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n, const int32_t *d_ids, size_t n_rows, float *d_out,
+                             x3_cuda_stream stream, x3_err *err)
+{
+    if (n_rows == 0)
+        return X3_OK;
+    if (type == X3_CUDA_DENSE_F32)
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const float *)d_w, n, d_ids, d_out);
+    else if (type == X3_CUDA_DENSE_BF16)
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __nv_bfloat16 *)d_w, n, d_ids, d_out);
+    else
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __half *)d_w, n, d_ids, d_out);
+    return x3_cuda_check(cudaGetLastError(), "rows of a weight", err);
+}

@@ -152,6 +152,9 @@ typedef struct x3_expert_args {
     size_t ldy;
 } x3_expert_args;
 
+/* Operations that were recorded; belongs to the device. */
+typedef struct x3_recording x3_recording;
+
 /* One matrix of several that are encoded against the same L. */
 typedef struct x3_ldlq_job {
     x3_codebook codebook;
@@ -248,6 +251,25 @@ typedef struct x3_device_ops {
     /* x[i] += y[i] */
     x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
 
+    /* ---- steps of a server; NULL where a device has no use for them ---- */
+    /* Host memory that transfers are fast with, zeroed: x3_device_host_alloc. */
+    x3_status (*host_alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err);
+    void (*host_free)(x3_device *dev, void *p);
+    /* out [n_rows][n_in] = rows d_ids of a dense weight, as float32. */
+    x3_status (*embed)(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+    /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
+     * the attention of GQA layers, and what treats rows alike, are the same but for what describe tells the device and what
+     * lies in device memory. 0: such a batch cannot be recorded. */
+    x3_status (*describe)(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
+    /* Operations from record_begin on are kept and not done; none may wait or move data to or from the host. The same
+     * operations have been done before: scratch cannot grow meanwhile. record_end after a failure too. */
+    x3_status (*record_begin)(x3_device *dev, x3_err *err);
+    x3_status (*record_end)(x3_device *dev, x3_recording **out, x3_err *err);
+    /* Scratch that recordings use; another number means that earlier ones cannot be repeated any more. */
+    uint64_t (*generation)(const x3_device *dev);
+    x3_status (*repeat)(x3_device *dev, const x3_recording *r, x3_err *err);
+    void (*record_free)(x3_device *dev, x3_recording *r);
+
     /* Compares rows of logits [n_rows][vocab] (score.h); next [n_rows] and out [n_rows] in host memory. Waits. */
     x3_status (*score)(x3_device *dev, const float *d_reference, const float *d_pack, size_t n_rows, size_t vocab,
                        const int32_t *next, x3_score_position *out, x3_err *err);
@@ -330,6 +352,10 @@ void x3_device_close(x3_device *dev);
 x3_status x3_device_floats(x3_device *dev, float **out, size_t n, x3_err *err) X3_MUST;
 x3_status x3_device_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err) X3_MUST;
 void x3_device_free(x3_device *dev, void *p);
+
+/* Host memory for transfers, zeroed; plain memory where the device has no better. */
+x3_status x3_device_host_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err) X3_MUST;
+void x3_device_host_free(x3_device *dev, void *p);
 
 /* Used by x3_device_open. */
 x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err) X3_MUST;

@@ -75,7 +75,7 @@ static x3_status span_begin(x3_device_cuda *cuda, x3_work work, x3_err *err)
 {
     x3_status rc;
 
-    if (cuda->span_depth++ > 0)
+    if (cuda->span_depth++ > 0 || cuda->recording)
         return X3_OK;
     if (cuda->n_spans == SPANS - 1) {
         X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
@@ -89,7 +89,7 @@ out:
 
 static x3_status span_end(x3_device_cuda *cuda, x3_status rc, x3_err *err)
 {
-    if (--cuda->span_depth > 0 || rc != X3_OK)
+    if (--cuda->span_depth > 0 || cuda->recording || rc != X3_OK)
         return rc;
     return x3_cuda_result(cudaEventRecord(cuda->spans[cuda->n_spans++].end, cuda->stream), "recording an event", err);
 }
@@ -210,6 +210,9 @@ x3_status x3_cuda_reserve(x3_device_cuda *cuda, x3_cuda_buffer *buffer, size_t n
 
     if (n_bytes <= buffer->n_bytes)
         return X3_OK;
+    if (cuda->recording)
+        return x3_fail(err, X3_ERR_DEVICE, "CUDA: %zu bytes of scratch are needed while recording, %zu are there", n_bytes, buffer->n_bytes);
+    cuda->generation++;
     x3_device_free(&cuda->base, buffer->p);
     *buffer = (x3_cuda_buffer){0};
     rc = cuda_alloc(&cuda->base, &buffer->p, n_bytes, err);
@@ -437,6 +440,15 @@ static const x3_device_ops cuda_ops = {
     .expert_linear = timed_expert_linear,
     .combine_rows = timed_combine_rows,
     .add = timed_add,
+    .host_alloc = x3_cuda_op_host_alloc,
+    .host_free = x3_cuda_op_host_free,
+    .embed = x3_cuda_op_embed,
+    .describe = x3_cuda_op_describe,
+    .record_begin = x3_cuda_op_record_begin,
+    .record_end = x3_cuda_op_record_end,
+    .generation = x3_cuda_op_generation,
+    .repeat = x3_cuda_op_repeat,
+    .record_free = x3_cuda_op_record_free,
     .score = timed_score,
     .gram = timed_gram,
     .all_finite = timed_all_finite,

@@ -185,7 +185,7 @@ static void run_model(x3_device *dev, const x3_checkpoint *c, x3_kv_type type, s
 
     for (int i = 0; i < TOKENS; i++)
         ids[i] = 300 + i * i * 37 % 3000;
-    CHECK_OK(x3_resident_memory_of(&m, c, &o, &err), &err);
+    CHECK_OK(x3_resident_memory_of(&m, dev, c, &o, &err), &err);
     *cache_bytes = m.cache;
     CHECK_OK(x3_resident_create(&r, dev, c, &o, &err), &err);
     CHECK_OK(x3_resident_step(r, &s, 1, ids, first, NULL, 0, NULL, &err), &err);

@@ -116,8 +116,8 @@ static x3_status check_memory(const struct service *s, const x3_engine_options *
 {
     const x3_resident_options r = x3_engine_resident(o);
     x3_resident_memory m;
-    uint64_t room = v->memory > 0 ? v->memory : strcmp(v->device, "cpu") == 0 ? free_memory() : 0, all;
-    x3_status rc = x3_resident_memory_of(&m, s->pack, &r, err);
+    uint64_t room = v->memory > 0 ? v->memory : s->dev->capacity_bytes > 0 ? s->dev->capacity_bytes : free_memory(), all;
+    x3_status rc = x3_resident_memory_of(&m, s->dev, s->pack, &r, err);
 
     if (rc != X3_OK)
         return rc;
@@ -193,9 +193,9 @@ static x3_status open_service(struct service *s, const struct serve_values *v)
         rc = x3_fail(&s->err, X3_ERR_INPUT, "--ctx %zu is more than the model's %zu", o.max_positions, s->pack->model->max_positions);
         goto out;
     }
-    X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     X3_TRY(rc, out, x3_device_open(&s->dev, v->device, (int)v->threads, &s->err));
     printf("device      %s\n", s->dev->name);
+    X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     fflush(stdout);
     X3_TRY(rc, out, x3_engine_open(&s->engine, s->dev, s->pack, &o, &s->err));
     const x3_server_options so = {.host = v->host, .port = (uint16_t)v->port, .model_name = s->name, .engine = s->engine,
