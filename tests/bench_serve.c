@@ -180,6 +180,26 @@ static double time_step(x3_resident *r, size_t n, size_t n_rows, size_t position
     return 1000 * seconds[TIMES / 2];
 }
 
+/* Where the time of a step goes, operation by operation, not recorded. */
+static void print_parts(const struct bench *b, x3_resident *r, const char *what, size_t n, size_t n_rows, size_t position,
+                        const int32_t *ids, float *logits)
+{
+    double before[X3_N_WORKS];
+    const bool records = r->records;
+
+    if (b->dev->capacity_bytes == 0)
+        return;
+    r->records = false;
+    memcpy(before, b->dev->busy_seconds, sizeof before);
+    (void)time_step(r, n, n_rows, position, ids, logits);
+    printf("%s, ms by kind of operation:", what);
+    for (int w = 0; w < X3_N_WORKS; w++)
+        if (b->dev->busy_seconds[w] > before[w])
+            printf(" %s %.3f", x3_work_name((x3_work)w), 1000 * (b->dev->busy_seconds[w] - before[w]) / (TIMES + 2));
+    printf("\n");
+    r->records = records;
+}
+
 #define DECODE_AT 255 /* the row of a sequence: its cache is full pages */
 
 static void bench_steps(const struct bench *b)
@@ -216,6 +236,9 @@ static void bench_steps(const struct bench *b)
            b->peer ? "; the peer 31.1 ms" : "");
     const double long_ms = time_step(r, 1, 1, b->prefill - 1, ids, logits);
     printf("one row after %zu positions: %.3f ms\n", b->prefill - 1, long_ms);
+    print_parts(b, r, "prefill", 1, b->prefill, 0, ids, logits);
+    print_parts(b, r, "one row", 1, 1, DECODE_AT, ids, logits);
+    print_parts(b, r, "32 rows", 32, 1, DECODE_AT, ids, logits);
     x3_device_host_free(b->dev, logits);
     x3_resident_free(r);
     free(ids);
