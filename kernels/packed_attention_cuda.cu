@@ -259,15 +259,23 @@ static __device__ __forceinline__ void page_weights(const uint4 *queries, const 
         const uint4 h0 = a[0], l0 = a[X3_WARP], h1 = a[2 * X3_WARP], l1 = a[3 * X3_WARP];
         const uint32_t high0[4] = {h0.x, h0.y, h0.z, h0.w}, low0[4] = {l0.x, l0.y, l0.z, l0.w};
         const uint32_t high1[4] = {h1.x, h1.y, h1.z, h1.w}, low1[4] = {l1.x, l1.y, l1.z, l1.w};
+        uint32_t w[8][4];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            uint32_t w[4];
-            key_words<TYPE>(keys, position_of(j, lane >> 2), block, q, w);
-            mma_bf16(s[j], high0, w[0], w[1]);
-            mma_bf16(s[j], low0, w[0], w[1]);
-            mma_bf16(s[j], high1, w[2], w[3]);
-            mma_bf16(s[j], low1, w[2], w[3]);
-        }
+        for (int j = 0; j < 8; j++)
+            key_words<TYPE>(keys, position_of(j, lane >> 2), block, q, w[j]);
+        /* eight sums side by side: a product waits for the last one of its own sum */
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            mma_bf16(s[j], high0, w[j][0], w[j][1]);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            mma_bf16(s[j], low0, w[j][0], w[j][1]);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            mma_bf16(s[j], high1, w[j][2], w[j][3]);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            mma_bf16(s[j], low1, w[j][2], w[j][3]);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -312,19 +320,34 @@ static __device__ __forceinline__ void page_weights(const uint4 *queries, const 
     }
 }
 
-/* o = weights times values of dimensions 8 group .. : o[0], o[1] of row g, o[2], o[3] of row g + 8. */
+#define TOGETHER 4 /* groups of dimensions whose sums are made side by side */
+
+/* o[i] = weights times values of dimensions 8 (group + i) .. : o[i][0], [1] of row g, o[i][2], [3] of row g + 8. */
 template <int TYPE>
-static __device__ __forceinline__ void page_values(const page_sums *p, const rows_of &values, int group, int last, float o[4], int lane)
+static __device__ __forceinline__ void page_values(const page_sums *p, const rows_of &values, int group, int last, float o[TOGETHER][4],
+                                                   int lane)
 {
-    o[0] = o[1] = o[2] = o[3] = 0;
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+        o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
 #pragma unroll
     for (int sb = 0; sb < 2; sb++) {
-        uint32_t w[4];
-        value_words<TYPE>(values, 8 * group + (lane >> 2), sb, lane & 3, last, w);
-        mma_bf16(o, p->p_high[2 * sb], w[0], w[1]);
-        mma_bf16(o, p->p_low[2 * sb], w[0], w[1]);
-        mma_bf16(o, p->p_high[2 * sb + 1], w[2], w[3]);
-        mma_bf16(o, p->p_low[2 * sb + 1], w[2], w[3]);
+        uint32_t w[TOGETHER][4];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            value_words<TYPE>(values, 8 * (group + i) + (lane >> 2), sb, lane & 3, last, w[i]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            mma_bf16(o[i], p->p_high[2 * sb], w[i][0], w[i][1]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            mma_bf16(o[i], p->p_low[2 * sb], w[i][0], w[i][1]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            mma_bf16(o[i], p->p_high[2 * sb + 1], w[i][2], w[i][3]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+            mma_bf16(o[i], p->p_low[2 * sb + 1], w[i][2], w[i][3]);
     }
 }
 
@@ -473,14 +496,14 @@ template <int TYPE> static __global__ void __launch_bounds__(THREADS, 1) attend_
             for (int i = 0; i < 2; i++)
                 merge(&M[i], &L[i], p.m[i], p.l[i], &before[i], &of_page[i]);
 #pragma unroll
-            for (int c = 0; c < V_GROUPS; c++) {
-                float v[4];
+            for (int c = 0; c < V_GROUPS; c += TOGETHER) {
+                float v[TOGETHER][4];
                 if (8 * c >= n_columns)
                     break;
                 page_values<TYPE>(&p, values, c, last - base, v, lane);
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    o[c][i] = o[c][i] * before[i >> 1] + v[i] * of_page[i >> 1];
+                for (int i = 0; i < 4 * TOGETHER; i++)
+                    o[c + i / 4][i % 4] = o[c + i / 4][i % 4] * before[i % 4 >> 1] + v[i / 4][i % 4] * of_page[i % 4 >> 1];
             }
         }
         __syncthreads(); /* the stage is read */
@@ -515,15 +538,16 @@ static __device__ __forceinline__ void decode_page(const attend_args &a, const u
     page_places(a, page, kv_head, part, &keys, &values);
     page_weights<TYPE>(queries, keys, values.scales, (int)a.kv.k_dim, a.scale, from, last, &p, lane);
 #pragma unroll
-    for (int c = 0; c < V_GROUPS; c++) {
-        float v[4];
+    for (int c = 0; c < V_GROUPS; c += TOGETHER) { /* columns are a multiple of 32 */
+        float v[TOGETHER][4];
         if (8 * c >= n_columns)
             break;
         page_values<TYPE>(&p, values, c, seen, v, lane);
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            if ((lane >> 2) + 8 * i < n_heads)
-                *(float2 *)(to + ((lane >> 2) + 8 * i) * ld + 8 * c + 2 * (lane & 3)) = make_float2(v[2 * i], v[2 * i + 1]);
+        for (int i = 0; i < 2 * TOGETHER; i++)
+            if ((lane >> 2) + 8 * (i % 2) < n_heads)
+                *(float2 *)(to + ((lane >> 2) + 8 * (i % 2)) * ld + 8 * (c + i / 2) + 2 * (lane & 3)) =
+                    make_float2(v[i / 2][2 * (i % 2)], v[i / 2][2 * (i % 2) + 1]);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
