@@ -68,10 +68,10 @@ static __device__ __forceinline__ void fetch(uint4 *stage, const operands &from,
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 
+    if (n_left <= 0)
+        return;
 #pragma unroll
     for (int u = 0; u < STAGE_UNITS; u++, stage += UNIT_QUADS) {
-        if (u >= n_left)
-            break;
         copy_async_16(stage + warp * X3_WARP + lane,
                       from.weights + ((size_t)(base + p->unit) * STRIPE_TILES + warp) * X3_WARP + lane);
         copy_async_16(stage + (STRIPE_TILES + warp) * X3_WARP + lane,
@@ -80,17 +80,30 @@ static __device__ __forceinline__ void fetch(uint4 *stage, const operands &from,
     }
 }
 
+/* What a warp multiplies of a unit. */
+typedef struct unit_operands {
+    uint4 w[2], r[4];
+} unit_operands;
+
 /* Warp w: tiles 2 (w % 4) .., groups of rows 4 (w / 4) .. */
-static __device__ __forceinline__ void multiply(float acc[8][2][4], const uint4 *unit, int warp, int lane)
+static __device__ __forceinline__ void load(unit_operands *o, const uint4 *unit, int warp, int lane)
 {
     const uint4 *weights = unit + warp % 4 * 2 * X3_WARP + lane, *rows = unit + (STRIPE_TILES + warp / 4 * 4) * X3_WARP + lane;
-    const uint4 w0 = weights[0], w1 = weights[X3_WARP];
-    const uint32_t a0[4] = {w0.x, w0.y, w0.z, w0.w}, a1[4] = {w1.x, w1.y, w1.z, w1.w};
+
+    o->w[0] = weights[0];
+    o->w[1] = weights[X3_WARP];
+#pragma unroll
+    for (int g = 0; g < 4; g++)
+        o->r[g] = rows[g * X3_WARP];
+}
+
+static __device__ __forceinline__ void multiply(float acc[8][2][4], const unit_operands &o)
+{
+    const uint32_t a0[4] = {o.w[0].x, o.w[0].y, o.w[0].z, o.w[0].w}, a1[4] = {o.w[1].x, o.w[1].y, o.w[1].z, o.w[1].w};
 
 #pragma unroll
     for (int g = 0; g < 4; g++) {
-        const uint4 r = rows[g * X3_WARP];
-        const uint32_t low[2] = {r.x, r.y}, high[2] = {r.z, r.w};
+        const uint32_t low[2] = {o.r[g].x, o.r[g].y}, high[2] = {o.r[g].z, o.r[g].w};
         mma_f16(acc[2 * g][0], a0, low);
         mma_f16(acc[2 * g][1], a1, low);
         mma_f16(acc[2 * g + 1][0], a0, high);
@@ -98,8 +111,8 @@ static __device__ __forceinline__ void multiply(float acc[8][2][4], const uint4 
     }
 }
 
-/* to := from, or to += from; from is then zero, if asked. */
-static __device__ __forceinline__ void add_sums(float to[8][2][4], float from[8][2][4], bool first, bool clear)
+/* to := from, or to += from; from is then zero. */
+static __device__ __forceinline__ void add_sums(float to[8][2][4], float from[8][2][4], bool first)
 {
 #pragma unroll
     for (int g = 0; g < 8; g++)
@@ -108,15 +121,13 @@ static __device__ __forceinline__ void add_sums(float to[8][2][4], float from[8]
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 to[g][t][i] = first ? from[g][t][i] : to[g][t][i] + from[g][t][i];
-                if (clear)
-                    from[g][t][i] = 0;
+                from[g][t][i] = 0;
             }
 }
 
-static __device__ __forceinline__ void finish(const linear_args &a, float *sums, float total[8][2][4], int stripe, int first_row,
-                                              int warp, int lane)
+/* The sums of segments so far, [row][128] in shared memory, := or += a segment's. A thread always has the same places. */
+static __device__ __forceinline__ void add_segment(float *sums, const float from[8][2][4], bool first, int warp, int lane)
 {
-    const size_t i = (size_t)stripe * STRIPE_COLS + 4 * lane;
     float *to = sums + (warp / 4 * 64 + 2 * (lane & 3)) * SUMS_LD + warp % 4 * 32 + (lane >> 2);
 
 #pragma unroll
@@ -124,9 +135,16 @@ static __device__ __forceinline__ void finish(const linear_args &a, float *sums,
 #pragma unroll
         for (int t = 0; t < 2; t++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                to[(8 * g + (e & 1)) * SUMS_LD + 16 * t + 8 * (e >> 1)] = total[g][t][e];
-    __syncthreads();
+            for (int e = 0; e < 4; e++) {
+                float *at = to + (8 * g + (e & 1)) * SUMS_LD + 16 * t + 8 * (e >> 1);
+                *at = first ? from[g][t][e] : *at + from[g][t][e];
+            }
+}
+
+static __device__ __forceinline__ void finish(const linear_args &a, const float *sums, int stripe, int first_row, int warp, int lane)
+{
+    const size_t i = (size_t)stripe * STRIPE_COLS + 4 * lane;
+
     for (int row = warp; row < min(BLOCK_ROWS, a.n_rows - first_row); row += WARPS) {
         const float4 f = *(const float4 *)(sums + row * SUMS_LD + 4 * lane);
         float v[4] = {f.x, f.y, f.z, f.w};
@@ -146,8 +164,9 @@ static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_cons
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stripe = blockIdx.y, base = stripe * a.n_units_in;
     const int first_group = blockIdx.x * ROW_GROUPS, last_group = (a.n_rows - 1) / 16;
     const operands from = {weights, a.fragments};
-    const int n_stages = (a.n_units_in + STAGE_UNITS - 1) / STAGE_UNITS;
-    float acc[8][2][4] = {}, chains[8][2][4], total[8][2][4];
+    const int n_stages = a.n_units_in / STAGE_UNITS;
+    float *sums = (float *)(stages + STAGES * STAGE_UNITS * UNIT_QUADS);
+    float acc[8][2][4] = {}, chains[8][2][4];
     bool first_chain = true, first_segment = true;
     place ahead, now;
 
@@ -166,23 +185,27 @@ static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_cons
         fetch(stages + (i + STAGES - 1) % STAGES * STAGE_UNITS * UNIT_QUADS, from, &ahead, a, base,
               a.n_units_in - (i + STAGES - 1) * STAGE_UNITS, first_group, last_group);
         copy_async_commit();
-#pragma unroll 1
-        for (int u = 0; u < min(STAGE_UNITS, a.n_units_in - i * STAGE_UNITS); u++) {
-            multiply(acc, stage + u * UNIT_QUADS, warp, lane);
+        /* units come in multiples of 8: all of a stage is there */
+        unit_operands o[2];
+        load(&o[0], stage, warp, lane);
+#pragma unroll
+        for (int u = 0; u < STAGE_UNITS; u++) {
+            if (u + 1 < STAGE_UNITS)
+                load(&o[(u + 1) % 2], stage + (u + 1) * UNIT_QUADS, warp, lane);
+            multiply(acc, o[u % 2]);
             const ended e = go_on(&now, a, base);
             if (e == ENDED_NOTHING)
                 continue;
-            add_sums(chains, acc, first_chain, true);
+            add_sums(chains, acc, first_chain);
             first_chain = e == ENDED_SEGMENT;
             if (e == ENDED_SEGMENT) {
-                add_sums(total, chains, first_segment, false);
+                add_segment(sums, chains, first_segment, warp, lane);
                 first_segment = false;
             }
         }
     }
-    copy_async_wait<0>();
     __syncthreads();
-    finish(a, (float *)stages, total, stripe, (int)blockIdx.x * BLOCK_ROWS, warp, lane);
+    finish(a, sums, stripe, (int)blockIdx.x * BLOCK_ROWS, warp, lane);
 }
 
 /* ---- host ------------------------------------------------------------------------------------------------------------------ */
@@ -209,15 +232,16 @@ static const void *fragments_kernel(int K, x3_codebook codebook)
     return kernels[decoder_of(codebook)];
 }
 
+#define SHARED_BYTES (STAGES * STAGE_UNITS * UNIT_QUADS * sizeof(uint4) + BLOCK_ROWS * SUMS_LD * sizeof(float))
+
 bool x3_cuda_linear_rows_fits(const x3_cuda_info *info)
 {
-    return STAGES * STAGE_UNITS * UNIT_QUADS * sizeof(uint4) <= info->shared_bytes;
+    return SHARED_BYTES <= info->shared_bytes;
 }
 
 x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, void *d_scratch,
                               x3_cuda_stream stream, x3_err *err)
 {
-    const size_t shared_bytes = STAGES * STAGE_UNITS * UNIT_QUADS * sizeof(uint4);
     uint4 *weights = (uint4 *)d_scratch;
     const uint32_t *words = g->d_words;
     linear_args a;
@@ -234,5 +258,5 @@ x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, 
                                     8 * X3_WARP, 0, true, stream, fragment_args, "linear, operands", err));
     void *args[] = {&a, &weights};
     return x3_cuda_launch(info, (const void *)many_rows, dim3((unsigned)((rows->n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS), (unsigned)a.n_stripes),
-                          THREADS, shared_bytes, true, stream, args, "linear, many rows", err);
+                          THREADS, SHARED_BYTES, true, stream, args, "linear, many rows", err);
 }
