@@ -19,6 +19,10 @@ extern "C" {
 x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight, float eps,
                            float *d_out, size_t ldo, x3_cuda_stream stream, x3_err *err) X3_MUST;
 
+/* x [n_rows][n] += y; out [n_rows][n] = norm of x: the bits of add and rms_norm. */
+x3_status x3_cuda_add_norm(float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out,
+                           x3_cuda_stream stream, x3_err *err) X3_MUST;
+
 typedef struct x3_cuda_rope {
     float *d_x;
     size_t ld, first, head_stride, n_heads, n_rotated, n_rows;

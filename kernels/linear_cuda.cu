@@ -64,6 +64,18 @@ x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid
     return x3_cuda_check(cudaLaunchKernelExC(&config, kernel, args), what, err);
 }
 
+x3_status x3_cuda_launch_in_turn(const void *kernel, dim3 grid, int n_threads, size_t shared_bytes, x3_cuda_stream stream, void **args,
+                                 const char *what, x3_err *err)
+{
+    x3_cuda_info info = {};
+    int major = 0;
+
+    RETURN_IF_FAILED(x3_cuda_check(cudaGetDevice(&info.device), what, err));
+    RETURN_IF_FAILED(x3_cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, info.device), what, err));
+    info.compute_capability = 10 * major;
+    return x3_cuda_launch(&info, kernel, grid, n_threads, shared_bytes, true, stream, args, what, err);
+}
+
 x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
 {
     static void (*const fill[])(linear_kernels *) = {

@@ -71,6 +71,7 @@ static __global__ void __launch_bounds__(THREADS) append(const x3_cuda_kv kv, co
     const size_t row = blockIdx.x;
     const int lane = threadIdx.x % X3_WARP, n_heads = (int)kv.n_kv_heads;
 
+    begin_in_turn();
     if (b.d_row_sequence[row] < 0)
         return;
     const x3_cuda_sequence s = b.d_sequences[b.d_row_sequence[row]];
@@ -93,8 +94,9 @@ x3_status x3_cuda_append_packed(const x3_cuda_kv *kv, const x3_cuda_batch *batch
 {
     if (batch->n_rows == 0)
         return X3_OK;
-    append<<<(unsigned)batch->n_rows, THREADS, 0, stream>>>(*kv, *batch, d_k, ldk, d_v, ldv);
-    return x3_cuda_check(cudaGetLastError(), "appending to the cache", err);
+    void *args[] = {(void *)kv, (void *)batch, &d_k, &ldk, &d_v, &ldv};
+    return x3_cuda_launch_in_turn((const void *)append, dim3((unsigned)batch->n_rows), THREADS, 0, stream, args,
+                                  "appending to the cache", err);
 }
 
 /* ---- operands -------------------------------------------------------------------------------------------------------- */
@@ -441,6 +443,7 @@ template <int TYPE> static __global__ void __launch_bounds__(THREADS, 1) attend_
     const int lane = threadIdx.x % X3_WARP, warp = threadIdx.x / X3_WARP, k_dim = (int)a.kv.k_dim, n_repeat = a.n_repeat;
     const int kv_head = blockIdx.y / a.n_parts, part = blockIdx.y % a.n_parts;
     const int n_columns = min(V_PART, (int)a.kv.v_dim - part * V_PART);
+    begin_in_turn();
     const x3_cuda_sequence s = a.batch.d_sequences[blockIdx.z];
     const int n_block = (int)blockDim.x / X3_WARP * ROWS, n_rows = s.n_rows * n_repeat;
     const int first = (int)(gridDim.x - 1 - blockIdx.x) * n_block; /* the longest first */
@@ -564,6 +567,7 @@ template <int TYPE, bool PIECES> static __global__ void __launch_bounds__(THREAD
     const int group = blockIdx.y % a.n_groups, part = blockIdx.y / a.n_groups % a.n_parts, kv_head = blockIdx.y / a.n_groups / a.n_parts;
     const int n_heads = min(ROWS, a.n_repeat - group * ROWS), head = kv_head * a.n_repeat + group * ROWS;
     const int n_columns = min(V_PART, (int)a.kv.v_dim - part * V_PART), ld = n_columns + 2;
+    begin_in_turn();
     const x3_cuda_sequence s = a.batch.d_sequences[blockIdx.z];
     const int first = a.window > 0 ? max(0, s.position + 1 - a.window) / PAGE : 0, end = s.position / PAGE + 1;
     const int begin = PIECES ? (int)blockIdx.x * WARPS : first, stop = PIECES ? min(end, begin + WARPS) : end;
@@ -626,6 +630,7 @@ static __global__ void __launch_bounds__(V_PART) attend_together(const __grid_co
 {
     const int part = blockIdx.x % a.n_parts, head = blockIdx.x / a.n_parts, column = threadIdx.x;
     const int n_columns = min(V_PART, (int)a.kv.v_dim - part * V_PART);
+    begin_in_turn();
     const x3_cuda_sequence s = a.batch.d_sequences[blockIdx.y];
     const int first = a.window > 0 ? max(0, s.position + 1 - a.window) / PAGE : 0, end = s.position / PAGE + 1;
     const size_t v_room = a.kv.v_dim + 2 * a.n_parts, step = a.kv.n_kv_heads * a.n_repeat * v_room;
@@ -695,7 +700,7 @@ template <int TYPE> static x3_status launch_rows(const x3_cuda_info *info, atten
             return x3_cuda_launch(info, (const void *)attend_rows<TYPE>,
                                   dim3((unsigned)((rows + tile - 1) / tile), (unsigned)a->kv.n_kv_heads * (unsigned)a->n_parts,
                                        (unsigned)a->batch.n_sequences),
-                                  (int)n_warps * X3_WARP, bytes, false, stream, args, "attention", err);
+                                  (int)n_warps * X3_WARP, bytes, true, stream, args, "attention", err);
         }
     return x3_fail(err, X3_ERR_UNSUPPORTED, "attention with heads of %zu does not fit into %zu bytes of shared memory", a->kv.k_dim,
                    info->shared_bytes);
@@ -713,13 +718,13 @@ template <int TYPE> static x3_status launch(const x3_cuda_info *info, attend_arg
     const size_t sums = (size_t)WARPS * (size_t)n_heads * (x3_min_size(V_PART, a->kv.v_dim) + 2) * sizeof(float);
     const unsigned heads = n_kv_heads * (unsigned)(a->n_parts * a->n_groups);
     if (!in_pieces(info, a))
-        return x3_cuda_launch(info, (const void *)attend_one<TYPE, false>, dim3(1, heads, n_sequences), THREADS, query_bytes + sums, false,
+        return x3_cuda_launch(info, (const void *)attend_one<TYPE, false>, dim3(1, heads, n_sequences), THREADS, query_bytes + sums, true,
                               stream, args, "attention", err);
     RETURN_IF_FAILED(x3_cuda_launch(info, (const void *)attend_one<TYPE, true>,
-                                    dim3((unsigned)((a->n_pages + WARPS - 1) / WARPS), heads, n_sequences), THREADS, query_bytes, false,
+                                    dim3((unsigned)((a->n_pages + WARPS - 1) / WARPS), heads, n_sequences), THREADS, query_bytes, true,
                                     stream, args, "attention", err));
     return x3_cuda_launch(info, (const void *)attend_together,
-                          dim3((unsigned)(a->kv.n_kv_heads * (size_t)(a->n_repeat * a->n_parts)), n_sequences), V_PART, 0, false, stream,
+                          dim3((unsigned)(a->kv.n_kv_heads * (size_t)(a->n_repeat * a->n_parts)), n_sequences), V_PART, 0, true, stream,
                           args, "attention", err);
 }
 

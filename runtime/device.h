@@ -189,6 +189,9 @@ typedef struct x3_device_ops {
      * have n_out outputs together, with n_rows rows at a time. NULL: little. */
     uint64_t (*own_bytes)(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows);
 
+    /* The same for linears of a step alone. */
+    uint64_t (*step_bytes)(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows);
+
     /* ---- memory ---- */
     x3_status (*alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err); /* zeroed */
     void (*free)(x3_device *dev, void *p);
@@ -257,6 +260,9 @@ typedef struct x3_device_ops {
     void (*host_free)(x3_device *dev, void *p);
     /* out [n_rows][n_in] = rows d_ids of a dense weight, as float32. */
     x3_status (*embed)(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+    /* add, then rms_norm of rows without gaps, in one: x += y, out = norm of x. The bits of the two. */
+    x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
+                          float *d_out, x3_err *err);
     /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
      * the attention of GQA layers, and what treats rows alike, are the same but for what describe tells the device and what
      * lies in device memory. 0: such a batch cannot be recorded. */

@@ -274,6 +274,12 @@ static uint64_t cuda_own_bytes(const x3_device *dev, size_t n_in, size_t n_out, 
     return most + ((uint64_t)64 << 20) + 2 * (uint64_t)n_rows * sizeof(int32_t); /* workspace of cuBLAS; tables of batches */
 }
 
+static uint64_t cuda_step_bytes(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows)
+{
+    (void)dev;
+    return x3_cuda_linear_scratch(n_in, n_out, n_rows) + X3_CUDA_COUNTER_BYTES + ((uint64_t)64 << 20); /* workspace of cuBLAS */
+}
+
 /* ---- open and close ---- */
 
 static void cuda_destroy(x3_device *dev)
@@ -373,6 +379,9 @@ TIMED(combine_rows, x3_cuda_op_combine_rows, X3_WORK_ROWS,
       (x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows, size_t n_chosen, size_t n,
        bool add, float *d_out, x3_err *err),
       (dev, d_y, d_slots, d_weights, n_rows, n_chosen, n, add, d_out, err))
+TIMED(add_norm, x3_cuda_op_add_norm, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out, x3_err *err),
+      (dev, d_x, d_y, n_rows, n, d_weight, eps, d_out, err))
 TIMED(add, x3_cuda_op_add, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err),
       (dev, d_x, d_y, n, err))
 TIMED(score, x3_cuda_op_score, X3_WORK_SCORE,
@@ -412,6 +421,7 @@ TIMED(ldlq, x3_cuda_op_ldlq, X3_WORK_ENCODE,
 static const x3_device_ops cuda_ops = {
     .destroy = cuda_destroy,
     .own_bytes = cuda_own_bytes,
+    .step_bytes = cuda_step_bytes,
     .alloc = cuda_alloc,
     .free = cuda_free,
     .upload = timed_upload,
@@ -443,6 +453,7 @@ static const x3_device_ops cuda_ops = {
     .host_alloc = x3_cuda_op_host_alloc,
     .host_free = x3_cuda_op_host_free,
     .embed = x3_cuda_op_embed,
+    .add_norm = timed_add_norm,
     .describe = x3_cuda_op_describe,
     .record_begin = x3_cuda_op_record_begin,
     .record_end = x3_cuda_op_record_end,

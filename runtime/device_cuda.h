@@ -159,6 +159,8 @@ x3_status x3_cuda_op_combine_rows(x3_device *dev, const float *d_y, const int32_
 x3_status x3_cuda_op_host_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err);
 void x3_cuda_op_host_free(x3_device *dev, void *p);
 x3_status x3_cuda_op_embed(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+x3_status x3_cuda_op_add_norm(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight,
+                              float eps, float *d_out, x3_err *err);
 x3_status x3_cuda_op_describe(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
 x3_status x3_cuda_op_record_begin(x3_device *dev, x3_err *err);
 x3_status x3_cuda_op_record_end(x3_device *dev, x3_recording **out, x3_err *err);

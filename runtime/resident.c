@@ -26,9 +26,13 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
         overflow |= x3_add_overflows(cache, x3_kv_layer_bytes(&model->layers[i], o->n_pages, o->n_slots, o->kv_type), &cache);
     if (overflow)
         return x3_fail(err, X3_ERR_INPUT, "a cache of %zu pages has more bytes than can be counted", o->n_pages);
+    for (size_t i = 0, layer; dev->ops->step_bytes != NULL && x3_model_linear(model, i, &layer) != NULL; i++) {
+        const x3_linear_desc *l = x3_model_linear(model, i, &layer);
+        m->scratch = x3_max_size(m->scratch, dev->ops->step_bytes(dev, l->n_in, l->n_out, o->max_rows));
+    }
     m->weights = weights;
     m->cache = cache;
-    m->scratch = x3_forward_bytes(model, o->max_rows, o->max_positions) +
+    m->scratch += x3_forward_bytes(model, o->max_rows, o->max_positions) +
                  ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float) +
                  o->max_rows * x3_model_selected(model, o->max_positions) * sizeof(int32_t);
     return X3_OK;
@@ -104,7 +108,6 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, 2 * o->max_rows * sizeof *r->d_positions, err));
-    r->d_ids = r->d_positions + o->max_rows;
     r->records = can_record(dev, m) && r->embed.kind != X3_WEIGHT_NONE;
     if (x3_model_selected(m, o->max_positions) != 0)
         X3_TRY(rc, out, x3_device_alloc(dev, &r->d_selected,
@@ -181,20 +184,18 @@ static x3_status check_ids(const x3_resident *r, const int32_t *ids, size_t n, x
 static x3_status place_rows(x3_resident *r, const x3_batch *batch, const int32_t *ids, x3_err *err)
 {
     const x3_device_ops *ops = r->dev->ops;
-    const size_t n = batch->n_rows, room = r->o.max_rows;
+    const size_t n = batch->n_rows;
     x3_status rc;
 
     for (size_t i = 0; i < batch->n_sequences; i++)
         for (size_t j = 0; j < batch->sequences[i].n_rows; j++)
             r->numbers[batch->sequences[i].first_row + j] = (int32_t)(batch->sequences[i].position + j);
     X3_TRY(rc, out, check_ids(r, ids, n, err));
-    X3_TRY(rc, out, ops->upload(r->dev, r->d_positions, r->numbers, n * sizeof *r->numbers, err));
+    memcpy(r->numbers + n, ids, n * sizeof *ids);
+    X3_TRY(rc, out, ops->upload(r->dev, r->d_positions, r->numbers, 2 * n * sizeof *r->numbers, err));
     if (r->embed.kind == X3_WEIGHT_NONE) {
         X3_TRY(rc, out, x3_embed(r->c, ids, n, r->x, err));
         rc = ops->upload(r->dev, r->d_x, r->x, n * r->c->model->hidden * sizeof *r->x, err);
-    } else {
-        memcpy(r->numbers + room, ids, n * sizeof *ids);
-        rc = ops->upload(r->dev, r->d_ids, r->numbers + room, n * sizeof *ids, err);
     }
 out:
     return rc;
@@ -228,7 +229,7 @@ static x3_status run_device(x3_resident *r, const x3_batch *batch, const size_t 
     x3_status rc = X3_OK;
 
     if (r->embed.kind != X3_WEIGHT_NONE)
-        X3_TRY(rc, out, r->dev->ops->embed(r->dev, &r->embed, r->d_ids, batch->n_rows, r->d_x, err));
+        X3_TRY(rc, out, r->dev->ops->embed(r->dev, &r->embed, r->d_positions + batch->n_rows, batch->n_rows, r->d_x, err));
     for (size_t i = 0; i < m->n_layers; i++)
         X3_TRY(rc, out, x3_forward_layer(r->f, &r->layers[i], batch, &r->kv[i], r->d_x, err));
     if (n_outputs > 0)

@@ -34,7 +34,7 @@ typedef struct x3_resident {
     x3_kv_layer *kv;
     x3_weight head, embed; /* embed: where the device looks rows up itself; may be the head's */
     float *d_norm, *d_x, *d_last, *d_logits;
-    int32_t *d_positions, *d_ids, *d_selected; /* d_selected: see x3_batch */
+    int32_t *d_positions, *d_selected; /* positions: of a step, then its ids; selected: see x3_batch */
     float *x;           /* host: embedded rows of a step, where the device does not look them up */
     int32_t *numbers;   /* host: positions, then ids */
     bool records;
