@@ -85,7 +85,7 @@ FUZZERS := $(patsubst tests/fuzz_%.c,%,$(wildcard tests/fuzz_*.c))
 
 # ---- for people ------------------------------------------------------------------------------------------------
 
-.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl bench-plan-kl \
+.PHONY: help all compile deps demo test asan ubsan fuzz arm64 conformance bench bench-encoder bench-anchor bench-plan bench-kl bench-plan-kl bench-serve \
         bench-families smollm2 \
         cuda cuda-compile test-cuda bench-cuda check install clean
 help: ## this list
@@ -128,13 +128,18 @@ conformance: $(B)/tests/conformance_tests ## checks against the shared material 
 bench-families: all ## packs of the tiny families at 3, 4 and 6 bits (45 packs)
 	tools/bench_families.sh $(B) $(DATA)
 
-bench: bench-encoder bench-anchor ## the short tables; the long ones are bench-kl and smollm2
+bench: bench-encoder bench-anchor bench-serve ## the short tables; the long ones are bench-kl and smollm2
 
 bench-encoder: $(B)/tests/bench_encoder ## weights a second of the trellis search
 	$(B)/tests/bench_encoder
 
 bench-anchor: $(B)/tests/bench_anchor ## error of single linears beside the peer's (DATA=../shared)
 	$(B)/tests/bench_anchor $(DATA)
+
+SERVE_PACK ?= tests/data/models/tiny-qwen3
+SERVE_DEVICE ?= $(if $(filter cuda,$(CONFIG)),cuda,cpu)
+bench-serve: $(B)/tests/bench_serve ## prefill and decode tokens/s; SERVE_PACK=folder (the bundled model), CONFIG=cuda for the GPU
+	$(B)/tests/bench_serve $(SERVE_PACK) $(SERVE_DEVICE)
 
 bench-plan: all $(B)/tests/bench_plan ## seconds and memory of a plan for a model of GLM-5.3's full shape
 	$(B)/tests/bench_plan $(B)/exl3-quantize build/bench-plan
@@ -165,7 +170,7 @@ cuda: ## build with CUDA into build/cuda; CUDA_ARCHS=90 for one architecture
 	@$(MAKE) --no-print-directory CONFIG=cuda cuda-compile
 
 cuda-compile: $(TOOLS:%=$(B)/%) $(B)/tests/cuda/tests $(B)/tests/cuda/test_kernels $(B)/tests/cuda/bench_kernels \
-              $(B)/tests/cuda/bench_group $(B)/tests/bench_swaps
+              $(B)/tests/cuda/bench_group $(B)/tests/bench_swaps $(B)/tests/bench_serve
 
 test-cuda: cuda ## CUDA kernels and device against their reference forms; skipped, and counted, without a GPU
 	@tests/cuda/run.sh build/cuda

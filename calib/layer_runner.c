@@ -57,16 +57,16 @@ size_t x3_layer_runner_bytes(const x3_model *m, size_t n_rows, size_t n_cols, bo
         if (l->ffn == X3_FFN_MOE) /* tokens of the fallback; an expert's on the original path; inner values and copies */
             floats += (both_paths ? 3 : 1) * m->hidden + (both_paths ? 4 : 3) * l->moe.n_inner;
         widest = x3_max_size(widest, floats);
-        kv = x3_max_size(kv, x3_kv_layer_floats(l, n_pages, n_sequences));
+        kv = x3_max_size(kv, x3_kv_layer_bytes(l, n_pages, n_sequences, X3_KV_F32));
     }
-    return x3_forward_bytes(m, positions, n_cols) +
-           sizeof(float) * (kv + positions * (2 * (m->hidden + x3_model_selected(m, n_cols)) + widest));
+    return x3_forward_bytes(m, positions, n_cols) + kv +
+           sizeof(float) * (positions * (2 * (m->hidden + x3_model_selected(m, n_cols)) + widest));
 }
 
 x3_status x3_layer_runner_prepare(x3_layer_runner *r, const x3_layer_desc *layer, x3_err *err)
 {
     x3_kv_layer_free(&r->kv, r->dev);
-    return x3_kv_layer_create(&r->kv, r->dev, layer, r->batch.n_pages, r->batch.n_slots, err);
+    return x3_kv_layer_create(&r->kv, r->dev, layer, r->batch.n_pages, r->batch.n_slots, X3_KV_F32, err);
 }
 
 /* A row of states is [n_cols][hidden], then [n_cols][n_selected] numbers of 32 bits. */

@@ -10,13 +10,19 @@ size_t x3_attention_scratch(size_t n_positions, size_t k_dim, size_t v_dim)
 {
     const size_t ldo = x3_round_up(v_dim, X3_PANEL);
 
-    return X3_ATTENTION_ROWS * (k_dim + ldo + x3_round_up(n_positions, PAGE)) + PAGE * ldo;
+    return X3_ATTENTION_ROWS * (k_dim + ldo + x3_round_up(n_positions, PAGE)) + x3_max_size(PAGE * ldo, X3_PANEL * k_dim);
 }
 
-/* Values of positions [from, to) of one page, which are the first dimensions of their keys: rows of round_up(v_dim). */
-static const float *latent_values(const x3_attention_item *t, size_t from, size_t to, float *out)
+/* Values of positions [from, to) of one page, rows of round_up(v_dim): unpacked, or the first dimensions of the keys. */
+static const float *other_values(const x3_attention_item *t, size_t from, size_t to, float *out)
 {
     const size_t ld = x3_round_up(t->v_dim, X3_PANEL);
+
+    if (t->type != X3_KV_F32) {
+        x3_kv_unpack_values(t->type, t->packed_values + (size_t)t->pages[from / PAGE] * t->values_page, t->v_dim, from % PAGE,
+                            (to - 1) % PAGE + 1, out, ld);
+        return out;
+    }
     const float *page = t->keys + (size_t)t->pages[from / PAGE] * t->keys_page;
 
     for (size_t j = from; j < to; j++) {
@@ -35,14 +41,13 @@ static const float *latent_values(const x3_attention_item *t, size_t from, size_
 static void add_values(const x3_kernels *k, const x3_attention_item *t, const float *weights, size_t ldw, size_t n_rows,
                        size_t from, size_t to, float *out, size_t ldo, bool accumulate, float *block)
 {
-    const bool latent = t->values == NULL;
-    const size_t ldv = latent ? x3_round_up(t->v_dim, X3_PANEL) : t->v_dim;
-
+    const bool other = t->values == NULL;
+    const size_t ldv = other ? x3_round_up(t->v_dim, X3_PANEL) : t->v_dim;
 
     for (size_t j = from; j < to;) {
         size_t end = x3_min_size(to, (j / PAGE + 1) * PAGE);
-        const float *values = latent ? latent_values(t, j, end, block)
-                                     : t->values + (size_t)t->pages[j / PAGE] * t->values_page + j % PAGE * t->v_dim;
+        const float *values = other ? other_values(t, j, end, block)
+                                    : t->values + (size_t)t->pages[j / PAGE] * t->values_page + j % PAGE * t->v_dim;
         for (size_t c = 0; c < t->v_dim; c += X3_PANEL)
             k->panel_matmul(weights + j, ldw, n_rows, values + c, ldv, end - j, out + c, ldo, accumulate);
         accumulate = true;
@@ -67,7 +72,11 @@ void x3_attention_cpu(const x3_kernels *k, const x3_attention_item *t, float *sc
     for (size_t r = 0; r < t->n_rows; r++)
         memcpy(q + r * t->k_dim, t->q + r / t->n_repeat * t->ldq + r % t->n_repeat * t->k_dim, t->k_dim * sizeof *q);
     for (size_t j = begin / X3_PANEL * X3_PANEL; j <= last; j += X3_PANEL) {
-        const float *panel = t->keys + (size_t)t->pages[j / PAGE] * t->keys_page + j % PAGE * t->k_dim;
+        const float *panel = block;
+        if (t->type == X3_KV_F32)
+            panel = t->keys + (size_t)t->pages[j / PAGE] * t->keys_page + j % PAGE * t->k_dim;
+        else
+            x3_kv_unpack_keys(t->type, t->packed_keys + (size_t)t->pages[j / PAGE] * t->keys_page, t->k_dim, j % PAGE, block);
         k->panel_matmul(q, t->k_dim, t->n_rows, panel, X3_PANEL, t->k_dim, s + j, lds, false);
     }
     for (size_t r = 0; r < t->n_rows; r++) {

@@ -27,6 +27,11 @@ x3_status x3_cuda_check(cudaError_t error, const char *what, x3_err *err);
 x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid, int n_threads, size_t shared_bytes,
                          bool overlap, x3_cuda_stream stream, void **args, const char *what, x3_err *err);
 
+/* A launch of one of many small kernels in a row: it may begin, as far as its first two lines, while the kernel before it still
+ * runs. It must begin with begin_in_turn(). */
+x3_status x3_cuda_launch_in_turn(const void *kernel, dim3 grid, int n_threads, size_t shared_bytes, x3_cuda_stream stream, void **args,
+                                 const char *what, x3_err *err);
+
 /* ---- single instructions ----------------------------------------------------------------------------------- */
 
 /* 16 bytes from global to shared memory, not waited for. */
@@ -61,6 +66,14 @@ static __device__ __forceinline__ void release_next_kernel(void)
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/* Lets the next kernel come and waits for the one before: what kernels launched in turn begin with. All of them wait, so what
+ * is done before the previous kernel is done too. */
+static __device__ __forceinline__ void begin_in_turn(void)
+{
+    release_next_kernel();
+    wait_for_previous_kernel();
 }
 
 /* c += a b, float16 with float32 sums. a is 16 x 16, b 16 x 8, c 16 x 8; a column of c depends on the same column of b

@@ -79,7 +79,14 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
 #define X3_CUDA_COUNTER_BYTES 65536
 size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_rows);
 
-/* The same for any number of rows: the effective weight is written out as float16 (x3_cuda_dense), then one cuBLAS product
+/* The same bits for any number of rows, faster from about 128: codes and rows are first written out as operands.
+ * d_scratch: x3_cuda_linear_rows_bytes, contents of no meaning. Only where x3_cuda_linear_rows_fits. */
+x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, void *d_scratch,
+                              x3_cuda_stream stream, x3_err *err) X3_MUST;
+size_t x3_cuda_linear_rows_bytes(const x3_cuda_group *g, size_t n_rows);
+bool x3_cuda_linear_rows_fits(const x3_cuda_info *info);
+
+/* The same for any number of rows, but not the bits: the effective weight is written out as float16 (x3_cuda_dense), then one cuBLAS product
  * with float16 rows (rounded when they are float32: values past 65,504 become infinite) and float32 sums. Pays from about
  * 256 rows. Not row-invariant (cuBLAS chooses its split by the shape). */
 x3_status x3_cuda_linear_gemm(const x3_cuda_info *info, x3_cuda_blas blas, const x3_cuda_group *g, const x3_cuda_rows *rows,

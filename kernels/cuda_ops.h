@@ -6,6 +6,7 @@
 #define X3_CUDA_OPS_H
 
 #include "kernels/cuda_kernels.h"
+#include "kernels/kv_types.h"
 #include "kernels/score.h"
 
 #ifdef __cplusplus
@@ -17,6 +18,10 @@ extern "C" {
 /* As x3_kernels.rms_norm, the squares summed in another order. Bound: 1e-6 relative. */
 x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight, float eps,
                            float *d_out, size_t ldo, x3_cuda_stream stream, x3_err *err) X3_MUST;
+
+/* x [n_rows][n] += y; out [n_rows][n] = norm of x: the bits of add and rms_norm. */
+x3_status x3_cuda_add_norm(float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out,
+                           x3_cuda_stream stream, x3_err *err) X3_MUST;
 
 typedef struct x3_cuda_rope {
     float *d_x;
@@ -40,6 +45,10 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
                              const float *d_x, size_t ldx, size_t n_rows, float *d_y, size_t ldy, x3_cuda_stream stream,
                              x3_err *err) X3_MUST;
 
+/* out [n_rows][n] = rows ids of a dense weight [..][n], as float32. EXACT. */
+x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n, const int32_t *d_ids, size_t n_rows, float *d_out,
+                             x3_cuda_stream stream, x3_err *err) X3_MUST;
+
 /* ---- cache and attention --------------------------------------------------------------------------------------------- */
 
 /* One sequence: rows [first_row, first_row + n_rows) are its positions from `position`; its pages begin at
@@ -50,6 +59,7 @@ typedef struct x3_cuda_sequence {
 
 typedef struct x3_cuda_batch {
     size_t n_rows, n_sequences, longest; /* longest: rows of a sequence at most */
+    size_t most_pages;                   /* of a sequence, or somewhat more */
     const x3_cuda_sequence *d_sequences;
     const int32_t *d_row_sequence; /* [n_rows]; -1: a row of no sequence, which is left alone */
     const int32_t *d_positions;    /* [n_rows] */
@@ -60,6 +70,8 @@ typedef struct x3_cuda_batch {
 typedef struct x3_cuda_kv {
     size_t n_kv_heads, k_dim, v_dim;
     float *d_keys, *d_values;
+    x3_kv_type type;
+    void *d_packed_keys, *d_packed_values; /* other than X3_KV_F32: blocks of kv_types.h */
 } x3_cuda_kv;
 
 x3_status x3_cuda_kv_append(const x3_cuda_kv *kv, const x3_cuda_batch *batch, const float *d_k, size_t ldk,
@@ -79,6 +91,14 @@ typedef struct x3_cuda_attention {
 
 /* Causal attention, float32 throughout, softmax carried along page by page. A row does not depend on the other rows. */
 x3_status x3_cuda_attend(const x3_cuda_attention *a, const x3_cuda_batch *batch, x3_cuda_stream stream, x3_err *err) X3_MUST;
+
+/* The same for packed caches: attention within 2^-16 of float32 over the same numbers. A row does not depend on the other
+ * rows. d_partial: x3_cuda_packed_bytes, contents of no meaning. */
+x3_status x3_cuda_append_packed(const x3_cuda_kv *kv, const x3_cuda_batch *batch, const float *d_k, size_t ldk,
+                                const float *d_v, size_t ldv, x3_cuda_stream stream, x3_err *err) X3_MUST;
+x3_status x3_cuda_attend_packed(const x3_cuda_info *info, const x3_cuda_attention *a, const x3_cuda_batch *batch, float *d_partial,
+                                x3_cuda_stream stream, x3_err *err) X3_MUST;
+size_t x3_cuda_packed_bytes(const x3_cuda_info *info, const x3_cuda_attention *a, const x3_cuda_batch *batch);
 
 /* ---- comparing logits ------------------------------------------------------------------------------------------------- */
 

@@ -131,9 +131,56 @@ float x3_dense_value(const void *weight, x3_dense_type type, size_t index)
                                    : x3_f16_to_f32(((const uint16_t *)weight)[index]);
 }
 
+typedef uint16_t eight __attribute__((vector_size(16)));
+
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define LOW(a, b) MIX(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) MIX(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define LOW_PAIRS(a, b) MIX(a, b, 0, 1, 8, 9, 2, 3, 10, 11)
+#define HIGH_PAIRS(a, b) MIX(a, b, 4, 5, 12, 13, 6, 7, 14, 15)
+#define LOW_HALVES(a, b) MIX(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define HIGH_HALVES(a, b) MIX(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+
+/* Eight BF16 as float32: zeros below them. */
+static void widen_8(eight v, float *out)
+{
+    const eight zero = {0}, low = LOW(zero, v), high = HIGH(zero, v);
+
+    memcpy(out, &low, sizeof low);
+    memcpy(out + 4, &high, sizeof high);
+}
+
+/* Eight inputs of eight outputs of a BF16 weight, turned: out[i * 16 + c]. A step of one row spends its time here. */
+static void turn_8x8(const uint16_t *w, size_t n_in, float *out)
+{
+    eight r[8], pairs[8], fours[8];
+
+    for (size_t c = 0; c < 8; c++)
+        memcpy(&r[c], w + c * n_in, sizeof r[c]);
+    for (size_t c = 0; c < 8; c += 2) { /* inputs 0 .. 3, 4 .. 7 of two outputs */
+        pairs[c] = LOW(r[c], r[c + 1]);
+        pairs[c + 1] = HIGH(r[c], r[c + 1]);
+    }
+    for (size_t c = 0; c < 8; c += 4) { /* inputs 0, 1 | 2, 3 | 4, 5 | 6, 7 of four outputs */
+        fours[c] = LOW_PAIRS(pairs[c], pairs[c + 2]);
+        fours[c + 1] = HIGH_PAIRS(pairs[c], pairs[c + 2]);
+        fours[c + 2] = LOW_PAIRS(pairs[c + 1], pairs[c + 3]);
+        fours[c + 3] = HIGH_PAIRS(pairs[c + 1], pairs[c + 3]);
+    }
+    for (size_t i = 0; i < 8; i += 2) {
+        widen_8(LOW_HALVES(fours[i / 2], fours[i / 2 + 4]), out + i * X3_PANEL);
+        widen_8(HIGH_HALVES(fours[i / 2], fours[i / 2 + 4]), out + (i + 1) * X3_PANEL);
+    }
+}
+
 void x3_panel_pack(const void *weight, x3_dense_type type, size_t n_out, size_t n_in, size_t first_out, size_t first_in,
                    size_t k, float *out)
 {
+    const size_t whole = type == X3_DENSE_BF16 && first_out + X3_PANEL <= n_out ? k / 8 * 8 : 0;
+
+    for (size_t i = 0; i < whole; i += 8)
+        for (size_t c = 0; c < X3_PANEL; c += 8)
+            turn_8x8((const uint16_t *)weight + (first_out + c) * n_in + first_in + i, n_in, out + i * X3_PANEL + c);
     for (size_t c = 0; c < X3_PANEL; c++) {
         size_t at = (first_out + c) * n_in + first_in;
         if (first_out + c >= n_out) {
@@ -141,7 +188,7 @@ void x3_panel_pack(const void *weight, x3_dense_type type, size_t n_out, size_t 
                 out[i * X3_PANEL + c] = 0;
         } else if (type == X3_DENSE_BF16) {
             const uint16_t *w = (const uint16_t *)weight + at;
-            for (size_t i = 0; i < k; i++)
+            for (size_t i = whole; i < k; i++)
                 out[i * X3_PANEL + c] = x3_bf16_to_f32(w[i]);
         } else if (type == X3_DENSE_F16) {
             const uint16_t *w = (const uint16_t *)weight + at;

@@ -4,6 +4,7 @@
 #define X3_LINEAR_CPU_H
 
 #include "kernels/kernels.h"
+#include "kernels/kv_cpu.h"
 
 #define X3_LINEAR_ROWS 512 /* rows and outputs of an item */
 #define X3_LINEAR_COLS 128
@@ -60,6 +61,8 @@ typedef struct x3_attention_item {
     size_t k_dim, v_dim;
     const float *keys, *values; /* page 0 of this KV head; pages are *_page floats apart; values NULL: first of the keys */
     size_t keys_page, values_page;
+    x3_kv_type type; /* other than X3_KV_F32: blocks of kv_types.h instead, pages *_page bytes apart */
+    const char *packed_keys, *packed_values;
     const int32_t *pages;
     float scale;
     size_t window;

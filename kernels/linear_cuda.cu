@@ -64,6 +64,18 @@ x3_status x3_cuda_launch(const x3_cuda_info *info, const void *kernel, dim3 grid
     return x3_cuda_check(cudaLaunchKernelExC(&config, kernel, args), what, err);
 }
 
+x3_status x3_cuda_launch_in_turn(const void *kernel, dim3 grid, int n_threads, size_t shared_bytes, x3_cuda_stream stream, void **args,
+                                 const char *what, x3_err *err)
+{
+    x3_cuda_info info = {};
+    int major = 0;
+
+    RETURN_IF_FAILED(x3_cuda_check(cudaGetDevice(&info.device), what, err));
+    RETURN_IF_FAILED(x3_cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, info.device), what, err));
+    info.compute_capability = 10 * major;
+    return x3_cuda_launch(&info, kernel, grid, n_threads, shared_bytes, true, stream, args, what, err);
+}
+
 x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err)
 {
     static void (*const fill[])(linear_kernels *) = {
@@ -143,7 +155,7 @@ size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, si
     return X3_CUDA_COUNTER_BYTES + fragment_bytes(g, n_rows) + slots * n_rows * STRIPE_COLS * sizeof(float);
 }
 
-static x3_status check_group(const x3_cuda_group *g, x3_err *err)
+x3_status x3_linear_check(const x3_cuda_group *g, x3_err *err)
 {
     if (g->n_in_padded % X3_HADAMARD != 0 || g->n_out_padded % X3_HADAMARD != 0 || g->n_in_padded == 0 ||
         g->n_out_padded == 0)
@@ -181,6 +193,24 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
     a->n_stripes = (int)(g->n_out_padded / STRIPE_COLS);
 }
 
+int x3_linear_cut(const x3_cuda_info *info, linear_args *a)
+{
+    const int n_blocks = choose_blocks(info, a->n_units_in, a->n_stripes), n_units = a->n_units_in * a->n_stripes;
+
+    a->n_units_each = n_units / n_blocks;
+    a->n_units_more = n_units % n_blocks;
+    return n_blocks;
+}
+
+x3_status x3_linear_rotate(const x3_cuda_info *info, linear_args *a, bool overlap, x3_cuda_stream stream, x3_err *err)
+{
+    const dim3 grid((unsigned)(a->n_units_in / STRIPE_TILES), (unsigned)((a->n_rows + 15) / 16));
+    void *args[] = {a};
+
+    return x3_cuda_launch(info, (const void *)rotate_fragments, grid, ROTATE_WARPS * X3_WARP, 0, overlap, stream, args,
+                          "linear, rotating inputs", err);
+}
+
 /* Sets n_stages and the shared memory of a block; false when the shape does not fit. */
 static bool fit(const x3_cuda_info *info, int K, linear_shape shape, linear_args *a, size_t *shared_bytes)
 {
@@ -204,7 +234,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
     linear_args a;
     size_t shared_bytes = 0;
 
-    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_check(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
     if (n_rows == 0 || n_rows > X3_CUDA_LINEAR_ROWS)
         return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows: 1 to %d at a time", n_rows, X3_CUDA_LINEAR_ROWS);
@@ -217,9 +247,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
     a.partial = (float *)((char *)a.fragments + fragment_bytes(g, n_rows));
 
     linear_shape shape = n_rows <= FOLD_ROWS ? LINEAR_FOLDED : n_rows <= 16 ? LINEAR_16 : n_rows <= 32 ? LINEAR_32 : LINEAR_64;
-    const int n_blocks = choose_blocks(info, a.n_units_in, a.n_stripes), n_units = a.n_units_in * a.n_stripes;
-    a.n_units_each = n_units / n_blocks;
-    a.n_units_more = n_units % n_blocks;
+    const int n_blocks = x3_linear_cut(info, &a);
     if (shape == LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
         shape = LINEAR_16;
     if (shape != LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
@@ -227,9 +255,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
                        info->shared_bytes);
     void *args[] = {&a};
     if (shape != LINEAR_FOLDED) {
-        const dim3 grid((unsigned)(g->n_in_padded / X3_HADAMARD), (unsigned)((n_rows + 15) / 16));
-        RETURN_IF_FAILED(x3_cuda_launch(info, (const void *)rotate_fragments, grid, ROTATE_WARPS * X3_WARP, 0, overlap, stream,
-                                       args, "linear, rotating inputs", err));
+        RETURN_IF_FAILED(x3_linear_rotate(info, &a, overlap, stream, err));
         overlap = true; /* the weights were there before the kernel just queued */
     }
     const dim3 grid((unsigned)n_blocks, (unsigned)((a.n_rows + 8 * LINEAR_GROUPS(shape) - 1) / (8 * LINEAR_GROUPS(shape))));
@@ -259,7 +285,7 @@ x3_status x3_cuda_reconstruct(const x3_cuda_info *info, const x3_cuda_group *g, 
     uint32_t multiplier = multiplier_of(g->codebook), addend = addend_of(g->codebook);
     void *args[] = {(void *)&g->d_words, &d_out, &n_units, &n_stripes, &multiplier, &addend};
 
-    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_check(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
     return launch_matrix(info, g, kernels.reconstruct[decoder_of(g->codebook)][type], n_units / STRIPE_TILES * n_stripes,
                          4 * info->n_multiprocessors, stream, args, "reconstruct", err);
@@ -272,7 +298,7 @@ x3_status x3_cuda_dense(const x3_cuda_info *info, const x3_cuda_group *g, void *
     uint32_t multiplier = multiplier_of(g->codebook), addend = addend_of(g->codebook);
     void *args[] = {(void *)&g->d_words, (void *)&g->d_suh, (void *)&g->d_svh, &d_out, &n_units, &n_stripes, &multiplier, &addend};
 
-    RETURN_IF_FAILED(check_group(g, err));
+    RETURN_IF_FAILED(x3_linear_check(g, err));
     RETURN_IF_FAILED(x3_linear_kernels_of(g->K, &kernels, err));
     return launch_matrix(info, g, kernels.dense[decoder_of(g->codebook)], n_units / STRIPE_TILES * n_stripes, 2 * info->n_multiprocessors,
                          stream, args, "dense weight", err);

@@ -60,8 +60,13 @@ void x3_linear_kernels_k6(linear_kernels *out);
 void x3_linear_kernels_k7(linear_kernels *out);
 void x3_linear_kernels_k8(linear_kernels *out);
 x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err);
+x3_status x3_linear_check(const x3_cuda_group *g, x3_err *err);
 /* All but the work split and scratch. */
 void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows);
+/* The work split; returns the number of blocks. */
+int x3_linear_cut(const x3_cuda_info *info, linear_args *a);
+/* a->fragments := the rotated inputs. */
+x3_status x3_linear_rotate(const x3_cuda_info *info, linear_args *a, bool overlap, x3_cuda_stream stream, x3_err *err);
 
 /* Shared memory: the warps' rings of weights, the chains' sums of 8 rows, and the rotated inputs when folded. */
 static inline size_t linear_ring_bytes(int K, linear_shape s, int n_stages)

@@ -20,6 +20,7 @@ static __global__ void __launch_bounds__(THREADS) add(float *x, const float *y, 
 {
     const size_t i = flat_index();
 
+    begin_in_turn();
     if (i < n)
         x[i] += y[i];
 }
@@ -88,7 +89,9 @@ static __global__ void __launch_bounds__(THREADS) scale_matrix(float *x, size_t 
 
 x3_status x3_cuda_add(float *d_x, const float *d_y, size_t n, x3_cuda_stream stream, x3_err *err)
 {
-    FLAT("add", add, n, d_x, d_y, n);
+    void *args[] = {&d_x, &d_y, &n};
+
+    return n == 0 ? X3_OK : x3_cuda_launch_in_turn((const void *)add, grid_of(n), THREADS, 0, stream, args, "add", err);
 }
 
 x3_status x3_cuda_multiply(float *d_x, const float *d_y, size_t n, x3_cuda_stream stream, x3_err *err)

@@ -24,6 +24,7 @@ static __global__ void __launch_bounds__(8 * X3_WARP) rms_norm(const float *x, s
     const float *from = x + row * ldx;
     float sum = 0;
 
+    begin_in_turn();
     if (row < n_rows)
         for (size_t i = part * X3_WARP + lane; i < n; i += WARPS * X3_WARP)
             sum = fmaf(from[i], from[i], sum);
@@ -48,11 +49,50 @@ x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n
 {
     if (n_rows == 0)
         return X3_OK;
-    if (n <= 512)
-        rms_norm<1><<<(unsigned)((n_rows + 7) / 8), 8 * X3_WARP, 0, stream>>>(d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo);
-    else
-        rms_norm<8><<<(unsigned)n_rows, 8 * X3_WARP, 0, stream>>>(d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo);
-    return x3_cuda_check(cudaGetLastError(), "rms_norm", err);
+    void *args[] = {&d_x, &ldx, &n_rows, &n, &d_weight, &eps, &d_out, &ldo};
+    return x3_cuda_launch_in_turn(n <= 512 ? (const void *)rms_norm<1> : (const void *)rms_norm<8>,
+                                  dim3((unsigned)(n <= 512 ? (n_rows + 7) / 8 : n_rows)), 8 * X3_WARP, 0, stream, args, "rms_norm", err);
+}
+
+/* x += y and its norm, a block a row; the bits of add and rms_norm. */
+static __global__ void __launch_bounds__(8 * X3_WARP) add_norm(float *x, const float *y, size_t n, const float *weight, float eps,
+                                                              float *out)
+{
+    __shared__ float sums[8];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const size_t at = blockIdx.x * n;
+    float sum = 0;
+
+    begin_in_turn();
+    for (size_t i = threadIdx.x; i < n; i += 8 * X3_WARP) {
+        const float v = x[at + i] + y[at + i];
+        x[at + i] = v;
+        sum = fmaf(v, v, sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0)
+        sums[warp] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < 8; w++)
+        sum += sums[w];
+    const float r = 1.0f / sqrtf(sum / (float)n + eps);
+    for (size_t i = threadIdx.x; i < n; i += 8 * X3_WARP)
+        out[at + i] = x[at + i] * r * weight[i];
+}
+
+x3_status x3_cuda_add_norm(float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out,
+                           x3_cuda_stream stream, x3_err *err)
+{
+    void *args[] = {&d_x, &d_y, &n, &d_weight, &eps, &d_out};
+
+    if (n_rows == 0)
+        return X3_OK;
+    if (n <= 512) { /* there a norm is summed by one warp */
+        RETURN_IF_FAILED(x3_cuda_add(d_x, d_y, n_rows * n, stream, err));
+        return x3_cuda_rms_norm(d_x, n, n_rows, n, d_weight, eps, d_out, n, stream, err);
+    }
+    return x3_cuda_launch_in_turn((const void *)add_norm, dim3((unsigned)n_rows), 8 * X3_WARP, 0, stream, args, "add and norm", err);
 }
 
 /* ---- rope ------------------------------------------------------------------------------------------------------------- */
@@ -62,6 +102,7 @@ static __global__ void __launch_bounds__(FLAT_THREADS) rope(const x3_cuda_rope r
     const size_t half = r.n_rotated / 2, at = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x;
     const size_t i = at % half, head = at / half % r.n_heads, row = at / half / r.n_heads;
 
+    begin_in_turn();
     if (row >= r.n_rows)
         return;
     const float *c = r.d_cos_sin + (size_t)r.d_positions[row] * r.n_rotated;
@@ -78,8 +119,8 @@ x3_status x3_cuda_rotate(const x3_cuda_rope *r, x3_cuda_stream stream, x3_err *e
 
     if (n == 0)
         return X3_OK;
-    rope<<<flat_grid(n), FLAT_THREADS, 0, stream>>>(*r);
-    return x3_cuda_check(cudaGetLastError(), "rope", err);
+    void *args[] = {(void *)r};
+    return x3_cuda_launch_in_turn((const void *)rope, flat_grid(n), FLAT_THREADS, 0, stream, args, "rope", err);
 }
 
 /* ---- activation --------------------------------------------------------------------------------------------------------- */
@@ -88,6 +129,7 @@ static __global__ void __launch_bounds__(FLAT_THREADS) silu_mul(const float *gat
 {
     const size_t i = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x;
 
+    begin_in_turn();
     if (i < n)
         out[i] = gate[i] / (1.0f + exp_exact(0.0f - gate[i])) * up[i];
 }
@@ -96,8 +138,8 @@ x3_status x3_cuda_silu_mul(const float *d_gate, const float *d_up, size_t n, flo
 {
     if (n == 0)
         return X3_OK;
-    silu_mul<<<flat_grid(n), FLAT_THREADS, 0, stream>>>(d_gate, d_up, n, d_out);
-    return x3_cuda_check(cudaGetLastError(), "silu_mul", err);
+    void *args[] = {&d_gate, &d_up, &n, &d_out};
+    return x3_cuda_launch_in_turn((const void *)silu_mul, flat_grid(n), FLAT_THREADS, 0, stream, args, "silu_mul", err);
 }
 
 /* ---- dense linear of few rows ----------------------------------------------------------------------------------------------- */
@@ -176,4 +218,29 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
         dense_rows<<<grid, DENSE_WARPS * X3_WARP, 0, stream>>>((const __half *)d_w, n_out, n_in, d_bias, d_x, ldx, n_rows, d_y,
                                                                ldy);
     return x3_cuda_check(cudaGetLastError(), "dense linear", err);
+}
+
+/* ---- rows of a weight ------------------------------------------------------------------------------------------------------- */
+
+template <typename W>
+static __global__ void __launch_bounds__(FLAT_THREADS) dense_pick(const W *w, size_t n, const int32_t *ids, float *out)
+{
+    const size_t row = blockIdx.x, from = (size_t)ids[row] * n;
+
+    for (size_t i = threadIdx.x; i < n; i += FLAT_THREADS)
+        out[row * n + i] = to_float(w[from + i]);
+}
+
+x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n, const int32_t *d_ids, size_t n_rows, float *d_out,
+                             x3_cuda_stream stream, x3_err *err)
+{
+    if (n_rows == 0)
+        return X3_OK;
+    if (type == X3_CUDA_DENSE_F32)
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const float *)d_w, n, d_ids, d_out);
+    else if (type == X3_CUDA_DENSE_BF16)
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __nv_bfloat16 *)d_w, n, d_ids, d_out);
+    else
+        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __half *)d_w, n, d_ids, d_out);
+    return x3_cuda_check(cudaGetLastError(), "rows of a weight", err);
 }

@@ -64,3 +64,20 @@ void x3_device_free(x3_device *dev, void *p)
     if (p != NULL)
         dev->ops->free(dev, p);
 }
+
+x3_status x3_device_host_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err)
+{
+    void *p = NULL;
+    x3_status rc = dev->ops->host_alloc != NULL ? dev->ops->host_alloc(dev, &p, n_bytes, err) : x3_alloc(&p, n_bytes, 1, err);
+
+    memcpy(out, &p, sizeof p);
+    return rc;
+}
+
+void x3_device_host_free(x3_device *dev, void *p)
+{
+    if (p != NULL && dev->ops->host_free != NULL)
+        dev->ops->host_free(dev, p);
+    else
+        free(p);
+}

@@ -12,6 +12,7 @@
 
 #include "formats/base.h"
 #include "kernels/codebook.h"
+#include "kernels/kv_types.h"
 #include "kernels/route.h"
 #include "kernels/score.h"
 
@@ -49,17 +50,18 @@ typedef struct x3_batch {
     int32_t *d_selected;
 } x3_batch;
 
-#define X3_KV_PAGE 64 /* positions a page */
-
 /* The cache of one layer: what its kind needs of the following, the rest zero.
  * Keys and values: a page holds, for each KV head, its keys as 4 panels [k_dim][16 positions] and its values as
  * [64][v_dim]. A latent cache has no values: they are the first v_dim dimensions of the keys.
+ * In a type other than X3_KV_F32 both are blocks of kv_types.h instead; latent caches, index keys and states are float32.
  * Index keys: of a sparse indexer, one head.
  * States: a recurrent state a slot, of the sequence that owns the slot. */
 typedef struct x3_kv_layer {
     size_t n_kv_heads, k_dim, v_dim;
     float *d_keys;       /* [page][n_kv_heads][4][k_dim][16] */
     float *d_values;     /* [page][n_kv_heads][64][v_dim], NULL in a latent cache */
+    x3_kv_type type;
+    void *d_packed_keys, *d_packed_values; /* [page][n_kv_heads] blocks of k_dim and v_dim; NULL for X3_KV_F32 */
     size_t index_dim;
     float *d_index_keys; /* [page][4][index_dim][16] */
     size_t n_slots, state_floats;
@@ -150,6 +152,9 @@ typedef struct x3_expert_args {
     size_t ldy;
 } x3_expert_args;
 
+/* Operations that were recorded; belongs to the device. */
+typedef struct x3_recording x3_recording;
+
 /* One matrix of several that are encoded against the same L. */
 typedef struct x3_ldlq_job {
     x3_codebook codebook;
@@ -183,6 +188,9 @@ typedef struct x3_device_ops {
     /* Device memory that the operations need for themselves, at most, on linears that share an input of n_in numbers and
      * have n_out outputs together, with n_rows rows at a time. NULL: little. */
     uint64_t (*own_bytes)(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows);
+
+    /* The same for linears of a step alone. */
+    uint64_t (*step_bytes)(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows);
 
     /* ---- memory ---- */
     x3_status (*alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err); /* zeroed */
@@ -245,6 +253,28 @@ typedef struct x3_device_ops {
                               size_t n_chosen, size_t n, bool add, float *d_out, x3_err *err);
     /* x[i] += y[i] */
     x3_status (*add)(x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err);
+
+    /* ---- steps of a server; NULL where a device has no use for them ---- */
+    /* Host memory that transfers are fast with, zeroed: x3_device_host_alloc. */
+    x3_status (*host_alloc)(x3_device *dev, void **out, size_t n_bytes, x3_err *err);
+    void (*host_free)(x3_device *dev, void *p);
+    /* out [n_rows][n_in] = rows d_ids of a dense weight, as float32. */
+    x3_status (*embed)(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+    /* add, then rms_norm of rows without gaps, in one: x += y, out = norm of x. The bits of the two. */
+    x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
+                          float *d_out, x3_err *err);
+    /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
+     * the attention of GQA layers, and what treats rows alike, are the same but for what describe tells the device and what
+     * lies in device memory. 0: such a batch cannot be recorded. */
+    x3_status (*describe)(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
+    /* Operations from record_begin on are kept and not done; none may wait or move data to or from the host. The same
+     * operations have been done before: scratch cannot grow meanwhile. record_end after a failure too. */
+    x3_status (*record_begin)(x3_device *dev, x3_err *err);
+    x3_status (*record_end)(x3_device *dev, x3_recording **out, x3_err *err);
+    /* Scratch that recordings use; another number means that earlier ones cannot be repeated any more. */
+    uint64_t (*generation)(const x3_device *dev);
+    x3_status (*repeat)(x3_device *dev, const x3_recording *r, x3_err *err);
+    void (*record_free)(x3_device *dev, x3_recording *r);
 
     /* Compares rows of logits [n_rows][vocab] (score.h); next [n_rows] and out [n_rows] in host memory. Waits. */
     x3_status (*score)(x3_device *dev, const float *d_reference, const float *d_pack, size_t n_rows, size_t vocab,
@@ -329,6 +359,10 @@ void x3_device_close(x3_device *dev);
 x3_status x3_device_floats(x3_device *dev, float **out, size_t n, x3_err *err) X3_MUST;
 x3_status x3_device_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err) X3_MUST;
 void x3_device_free(x3_device *dev, void *p);
+
+/* Host memory for transfers, zeroed; plain memory where the device has no better. */
+x3_status x3_device_host_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err) X3_MUST;
+void x3_device_host_free(x3_device *dev, void *p);
 
 /* Used by x3_device_open. */
 x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err) X3_MUST;

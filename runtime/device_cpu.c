@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "formats/safetensors.h"
+#include "kernels/kv_cpu.h"
 #include "kernels/linear_cpu.h"
 
 void openblas_set_num_threads(int n);
@@ -242,6 +243,14 @@ static x3_status cpu_score(x3_device *dev, const float *reference, const float *
 
 /* ---- attention ---- */
 
+static void append_packed(const x3_kv_layer *kv, size_t block, size_t in_page, const float *key, const float *value)
+{
+    x3_kv_pack_keys(kv->type, key, kv->k_dim, in_page,
+                    (char *)kv->d_packed_keys + block * x3_kv_block_bytes(kv->type, kv->k_dim));
+    x3_kv_pack_values(kv->type, value, kv->v_dim, in_page,
+                      (char *)kv->d_packed_values + block * x3_kv_block_bytes(kv->type, kv->v_dim));
+}
+
 static x3_status cpu_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *k, size_t ldk,
                                const float *v, size_t ldv, x3_err *err)
 {
@@ -254,6 +263,10 @@ static x3_status cpu_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
             size_t page = (size_t)s->pages[p / X3_KV_PAGE] * kv->n_kv_heads;
             for (size_t h = 0; h < kv->n_kv_heads; h++) {
                 const float *key = k + (s->first_row + r) * ldk + h * kv->k_dim;
+                if (kv->type != X3_KV_F32) {
+                    append_packed(kv, page + h, in_page, key, v + (s->first_row + r) * ldv + h * kv->v_dim);
+                    continue;
+                }
                 float *panel = kv->d_keys + (page + h) * X3_KV_PAGE * kv->k_dim +
                                in_page / X3_PANEL * X3_PANEL * kv->k_dim + in_page % X3_PANEL;
                 for (size_t d = 0; d < kv->k_dim; d++)
@@ -302,8 +315,7 @@ static void attention_item(void *arg, size_t item, int thread)
         .ldo = a->n_heads * kv->v_dim,
         .k_dim = kv->k_dim,
         .v_dim = kv->v_dim,
-        .keys = kv->d_keys + head * X3_KV_PAGE * kv->k_dim,
-        .values = kv->d_values == NULL ? NULL : kv->d_values + head * X3_KV_PAGE * kv->v_dim,
+        .type = kv->type,
         .keys_page = kv->n_kv_heads * X3_KV_PAGE * kv->k_dim,
         .values_page = kv->n_kv_heads * X3_KV_PAGE * kv->v_dim,
         .pages = s->pages,
@@ -311,6 +323,16 @@ static void attention_item(void *arg, size_t item, int thread)
         .window = a->window,
         .sinks = a->d_sinks == NULL ? NULL : a->d_sinks + q_head,
     };
+    if (kv->type != X3_KV_F32) {
+        const size_t key_bytes = x3_kv_block_bytes(kv->type, kv->k_dim), value_bytes = x3_kv_block_bytes(kv->type, kv->v_dim);
+        q.packed_keys = (const char *)kv->d_packed_keys + head * key_bytes;
+        q.packed_values = (const char *)kv->d_packed_values + head * value_bytes;
+        q.keys_page = kv->n_kv_heads * key_bytes;
+        q.values_page = kv->n_kv_heads * value_bytes;
+    } else {
+        q.keys = kv->d_keys + head * X3_KV_PAGE * kv->k_dim;
+        q.values = kv->d_values == NULL ? NULL : kv->d_values + head * X3_KV_PAGE * kv->v_dim;
+    }
     q.q = a->d_q + row * q.ldq + q_head * kv->k_dim;
     q.out = a->d_out + row * q.ldo + q_head * kv->v_dim;
     x3_attention_cpu(t->cpu->k, &q, t->cpu->thread_scratch[thread].p);

@@ -75,7 +75,7 @@ static x3_status span_begin(x3_device_cuda *cuda, x3_work work, x3_err *err)
 {
     x3_status rc;
 
-    if (cuda->span_depth++ > 0)
+    if (cuda->span_depth++ > 0 || cuda->recording)
         return X3_OK;
     if (cuda->n_spans == SPANS - 1) {
         X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
@@ -89,7 +89,7 @@ out:
 
 static x3_status span_end(x3_device_cuda *cuda, x3_status rc, x3_err *err)
 {
-    if (--cuda->span_depth > 0 || rc != X3_OK)
+    if (--cuda->span_depth > 0 || cuda->recording || rc != X3_OK)
         return rc;
     return x3_cuda_result(cudaEventRecord(cuda->spans[cuda->n_spans++].end, cuda->stream), "recording an event", err);
 }
@@ -212,6 +212,9 @@ x3_status x3_cuda_reserve(x3_device_cuda *cuda, x3_cuda_buffer *buffer, size_t n
 
     if (n_bytes <= buffer->n_bytes)
         return X3_OK;
+    if (cuda->recording)
+        return x3_fail(err, X3_ERR_DEVICE, "CUDA: %zu bytes of scratch are needed while recording, %zu are there", n_bytes, buffer->n_bytes);
+    cuda->generation++;
     x3_device_free(&cuda->base, buffer->p);
     *buffer = (x3_cuda_buffer){0};
     rc = cuda_alloc(&cuda->base, &buffer->p, n_bytes, err);
@@ -271,6 +274,12 @@ static uint64_t cuda_own_bytes(const x3_device *dev, size_t n_in, size_t n_out, 
     most = x3_max_size(most, X3_CUDA_PART_BYTES + 4096);
     most = x3_max_size(most, x3_cuda_ldlq_scratch(&cuda->info, n_in, n_out));
     return most + ((uint64_t)64 << 20) + 2 * (uint64_t)n_rows * sizeof(int32_t); /* workspace of cuBLAS; tables of batches */
+}
+
+static uint64_t cuda_step_bytes(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows)
+{
+    (void)dev;
+    return x3_cuda_linear_scratch(n_in, n_out, n_rows) + X3_CUDA_COUNTER_BYTES + ((uint64_t)64 << 20); /* workspace of cuBLAS */
 }
 
 /* ---- open and close ---- */
@@ -372,6 +381,9 @@ TIMED(combine_rows, x3_cuda_op_combine_rows, X3_WORK_ROWS,
       (x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows, size_t n_chosen, size_t n,
        bool add, float *d_out, x3_err *err),
       (dev, d_y, d_slots, d_weights, n_rows, n_chosen, n, add, d_out, err))
+TIMED(add_norm, x3_cuda_op_add_norm, X3_WORK_ROWS,
+      (x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out, x3_err *err),
+      (dev, d_x, d_y, n_rows, n, d_weight, eps, d_out, err))
 TIMED(add, x3_cuda_op_add, X3_WORK_ROWS, (x3_device *dev, float *d_x, const float *d_y, size_t n, x3_err *err),
       (dev, d_x, d_y, n, err))
 TIMED(score, x3_cuda_op_score, X3_WORK_SCORE,
@@ -411,6 +423,7 @@ TIMED(ldlq, x3_cuda_op_ldlq, X3_WORK_ENCODE,
 static const x3_device_ops cuda_ops = {
     .destroy = cuda_destroy,
     .own_bytes = cuda_own_bytes,
+    .step_bytes = cuda_step_bytes,
     .alloc = cuda_alloc,
     .free = cuda_free,
     .upload = timed_upload,
@@ -439,6 +452,16 @@ static const x3_device_ops cuda_ops = {
     .expert_linear = timed_expert_linear,
     .combine_rows = timed_combine_rows,
     .add = timed_add,
+    .host_alloc = x3_cuda_op_host_alloc,
+    .host_free = x3_cuda_op_host_free,
+    .embed = x3_cuda_op_embed,
+    .add_norm = timed_add_norm,
+    .describe = x3_cuda_op_describe,
+    .record_begin = x3_cuda_op_record_begin,
+    .record_end = x3_cuda_op_record_end,
+    .generation = x3_cuda_op_generation,
+    .repeat = x3_cuda_op_repeat,
+    .record_free = x3_cuda_op_record_free,
     .score = timed_score,
     .gram = timed_gram,
     .all_finite = timed_all_finite,

@@ -37,6 +37,9 @@ typedef struct x3_device_cuda {
     size_t n_spans;
     int span_depth; /* operations that are being queued: one may call another */
 
+    bool recording;
+    uint64_t generation; /* of scratch: changes when some of it moves */
+
     /* What is allocated: address and bytes, open addressing. */
     x3_cuda_buffer *blocks;
     size_t n_blocks, block_capacity;
@@ -152,6 +155,18 @@ x3_status x3_cuda_op_gather_rows(x3_device *dev, const float *d_x, const int32_t
 x3_status x3_cuda_op_expert_linear(x3_device *dev, const x3_expert_args *args, x3_err *err);
 x3_status x3_cuda_op_combine_rows(x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows,
                                   size_t n_chosen, size_t n, bool add, float *d_out, x3_err *err);
+/* device_cuda_steps.c */
+x3_status x3_cuda_op_host_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err);
+void x3_cuda_op_host_free(x3_device *dev, void *p);
+x3_status x3_cuda_op_embed(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+x3_status x3_cuda_op_add_norm(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight,
+                              float eps, float *d_out, x3_err *err);
+x3_status x3_cuda_op_describe(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
+x3_status x3_cuda_op_record_begin(x3_device *dev, x3_err *err);
+x3_status x3_cuda_op_record_end(x3_device *dev, x3_recording **out, x3_err *err);
+uint64_t x3_cuda_op_generation(const x3_device *dev);
+x3_status x3_cuda_op_repeat(x3_device *dev, const x3_recording *r, x3_err *err);
+void x3_cuda_op_record_free(x3_device *dev, x3_recording *r);
 /* device_cuda_mixers.c */
 x3_status x3_cuda_op_copy_heads(x3_device *dev, float *d_to, size_t ld_to, size_t stride_to, const float *d_from, size_t ld_from,
                                 size_t stride_from, size_t n_rows, size_t n_heads, size_t n_cols, x3_err *err);

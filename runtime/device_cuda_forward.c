@@ -141,6 +141,24 @@ out:
     return rc;
 }
 
+/* From here on decoding once for all rows pays. */
+#define MANY_ROWS (X3_CUDA_LINEAR_ROWS + 1)
+#define MANY_ROWS_AT_ONCE 4096
+
+static x3_status many_rows(x3_device_cuda *cuda, const x3_cuda_group *g, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
+                           size_t ldy, x3_err *err)
+{
+    const size_t at_once = x3_min_size(n_rows, MANY_ROWS_AT_ONCE);
+    x3_status rc = x3_cuda_reserve(cuda, &cuda->scratch, x3_cuda_linear_rows_bytes(g, at_once), err);
+
+    for (size_t first = 0; first < n_rows && rc == X3_OK; first += at_once) {
+        const x3_cuda_rows rows = {.n_rows = x3_min_size(at_once, n_rows - first), .d_x = d_x + first * ldx, .x_type = X3_CUDA_F32,
+                                   .ldx = ldx, .d_y = d_y + first * ldy, .y_type = X3_CUDA_F32, .ldy = ldy};
+        rc = x3_cuda_linear_rows(&cuda->info, g, &rows, cuda->scratch.p, cuda->stream, err);
+    }
+    return rc;
+}
+
 static x3_status invariant_linear(x3_device_cuda *cuda, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows,
                                   float *d_y, size_t ldy, x3_err *err)
 {
@@ -150,13 +168,15 @@ static x3_status invariant_linear(x3_device_cuda *cuda, const x3_weight *w, cons
 
     if (w->kind != X3_WEIGHT_EXL3)
         return x3_cuda_dense_rows(w->data, x3_cuda_type_of(w), w->n_out, w->n_in, w->bias, d_x, ldx, n_rows, d_y, ldy, cuda->stream, err);
+    if (n_rows >= MANY_ROWS && x3_cuda_linear_rows_fits(&cuda->info))
+        return many_rows(cuda, &g, d_x, ldx, n_rows, d_y, ldy, err);
     X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->linear, x3_cuda_linear_bytes(&cuda->info, &g, x3_min_size(n_rows, 128)), err));
     if (cuda->linear.n_bytes != before) /* the clearing of new memory was queued on this stream */
         X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
     for (size_t first = 0; first < n_rows; first += X3_CUDA_LINEAR_ROWS) {
         const x3_cuda_rows rows = {.n_rows = x3_min_size(X3_CUDA_LINEAR_ROWS, n_rows - first), .d_x = d_x + first * ldx,
                                    .x_type = X3_CUDA_F32, .ldx = ldx, .d_y = d_y + first * ldy, .y_type = X3_CUDA_F32, .ldy = ldy};
-        X3_TRY(rc, out, x3_cuda_linear(&cuda->info, &g, &rows, false, cuda->linear.p, cuda->stream, err));
+        X3_TRY(rc, out, x3_cuda_linear(&cuda->info, &g, &rows, true, cuda->linear.p, cuda->stream, err));
     }
 out:
     return rc;
@@ -255,6 +275,16 @@ static void fill_table(int32_t *to, const x3_batch *batch)
     }
 }
 
+/* The power of two from n up, 8 at least: few sizes, few recordings. */
+static size_t at_least_power(size_t n)
+{
+    size_t power = 8;
+
+    while (power < n)
+        power *= 2;
+    return power;
+}
+
 x3_status x3_cuda_describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_batch *out, x3_err *err)
 {
     const size_t n = table_words(batch);
@@ -265,10 +295,14 @@ x3_status x3_cuda_describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_
     fill_table(table, batch);
     if (n != cuda->table_words || memcmp(table, cuda->table, n * sizeof *table) != 0) {
         cuda->table_words = 0;
-        X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->d_table, n * sizeof *table, err));
+        if (cuda->recording) {
+            rc = x3_fail(err, X3_ERR_DEVICE, "CUDA: a batch that was not described is being recorded");
+            goto out;
+        }
+        X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->d_table, at_least_power(n) * sizeof *table, err));
+        /* from plain memory: what is copied has been read when the call returns */
         X3_TRY(rc, out, x3_cuda_result(cudaMemcpyAsync(cuda->d_table.p, table, n * sizeof *table, cudaMemcpyHostToDevice,
                                                        cuda->stream), "describing a batch", err));
-        X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
         free(cuda->table);
         cuda->table = table;
         cuda->table_words = n;
@@ -279,8 +313,11 @@ x3_status x3_cuda_describe(x3_device_cuda *cuda, const x3_batch *batch, x3_cuda_
                            .d_sequences = (const x3_cuda_sequence *)d, .d_row_sequence = d + SEQUENCE_WORDS * batch->n_sequences,
                            .d_positions = batch->d_positions,
                            .d_pages = d + SEQUENCE_WORDS * batch->n_sequences + batch->n_rows};
-    for (size_t i = 0; i < batch->n_sequences; i++)
+    for (size_t i = 0; i < batch->n_sequences; i++) {
         out->longest = x3_max_size(out->longest, batch->sequences[i].n_rows);
+        out->most_pages = x3_max_size(out->most_pages, pages_of(&batch->sequences[i]));
+    }
+    out->most_pages = at_least_power(out->most_pages);
 out:
     free(table);
     return rc;
@@ -289,7 +326,8 @@ out:
 static x3_cuda_kv kv_of(const x3_kv_layer *kv)
 {
     return (x3_cuda_kv){.n_kv_heads = kv->n_kv_heads, .k_dim = kv->k_dim, .v_dim = kv->v_dim, .d_keys = kv->d_keys,
-                        .d_values = kv->d_values};
+                        .d_values = kv->d_values, .type = kv->type, .d_packed_keys = kv->d_packed_keys,
+                        .d_packed_values = kv->d_packed_values};
 }
 
 x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk,
@@ -299,7 +337,17 @@ x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
     x3_cuda_batch b;
     x3_status rc = x3_cuda_describe(x3_cuda(dev), batch, &b, err);
 
-    return rc == X3_OK ? x3_cuda_kv_append(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err) : rc;
+    if (rc != X3_OK)
+        return rc;
+    return kv->type == X3_KV_F32 ? x3_cuda_kv_append(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err)
+                                 : x3_cuda_append_packed(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err);
+}
+
+static x3_status attend_packed(x3_device_cuda *cuda, const x3_cuda_attention *a, const x3_cuda_batch *b, x3_err *err)
+{
+    x3_status rc = x3_cuda_reserve(cuda, &cuda->scratch, x3_cuda_packed_bytes(&cuda->info, a, b), err);
+
+    return rc == X3_OK ? x3_cuda_attend_packed(&cuda->info, a, b, cuda->scratch.p, cuda->stream, err) : rc;
 }
 
 x3_status x3_cuda_op_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err)
@@ -313,6 +361,8 @@ x3_status x3_cuda_op_attention(x3_device *dev, const x3_attention_args *args, co
         return rc;
     if (args->d_selected != NULL)
         return x3_cuda_attend_selected(&a, args->d_selected, args->n_selected, &b, x3_cuda(dev)->stream, err);
+    if (args->kv->type != X3_KV_F32)
+        return attend_packed(x3_cuda(dev), &a, &b, err);
     return x3_cuda_attend(&a, &b, x3_cuda(dev)->stream, err);
 }
 

@@ -231,7 +231,7 @@ x3_resident_options x3_engine_resident(const x3_engine_options *o)
 
     return (x3_resident_options){.max_positions = o->max_positions, .max_rows = o->chunk_rows, .max_outputs = o->max_sequences,
                                  .n_pages = o->n_pages == 0 ? per_sequence * o->max_sequences : o->n_pages,
-                                 .n_slots = o->max_sequences};
+                                 .n_slots = o->max_sequences, .kv_type = o->kv_type};
 }
 
 static int draw_threads(size_t max_sequences)
@@ -264,7 +264,8 @@ static void free_engine(x3_engine *e)
     free(e->stepped);
     free(e->ids);
     free(e->outputs);
-    free(e->logits);
+    if (e->dev != NULL)
+        x3_device_host_free(e->dev, e->logits);
     free(e->drawn);
     x3_pool_free(e->pool);
     pthread_cond_destroy(&e->changed);
@@ -298,7 +299,8 @@ x3_status x3_engine_open(x3_engine **out, x3_device *dev, const x3_checkpoint *c
     X3_TRY(rc, out, x3_alloc(&e->outputs, o->max_sequences, sizeof *e->outputs, err));
     X3_TRY(rc, out, x3_alloc(&e->drawn, o->max_sequences, sizeof *e->drawn, err));
     X3_TRY(rc, out, x3_pool_create(&e->pool, draw_threads(o->max_sequences), err));
-    X3_TRY(rc, out, x3_alloc(&e->logits, o->max_sequences * c->model->vocab, sizeof *e->logits, err));
+    e->dev = dev;
+    X3_TRY(rc, out, x3_device_host_alloc(dev, &e->logits, o->max_sequences * c->model->vocab * sizeof *e->logits, err));
     if (pthread_create(&e->thread, NULL, run_thread, e) != 0) {
         rc = x3_fail(err, X3_ERR_MEMORY, "the engine's thread cannot be started");
         goto out;

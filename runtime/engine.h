@@ -19,6 +19,7 @@ typedef struct x3_engine_options {
     size_t max_sequences; /* replies at once */
     size_t max_positions; /* of a sequence: the context */
     size_t n_pages;       /* of the cache; 0: max_sequences full contexts */
+    x3_kv_type kv_type;
     size_t chunk_rows;    /* rows of a step, at least max_sequences + 1 */
     size_t max_queued;    /* requests that wait */
     bool keep_prefixes;   /* use pages of earlier sequences */

@@ -44,6 +44,7 @@ typedef struct x3_drawn {
 
 struct x3_engine {
     const x3_checkpoint *c;
+    x3_device *dev;
     x3_engine_options o;
     x3_resident *resident;
     x3_kv_pages *pages;

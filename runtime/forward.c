@@ -34,6 +34,19 @@ size_t x3_forward_bytes(const x3_model *model, size_t max_rows, size_t max_posit
     return floats * sizeof(float);
 }
 
+/* d_x += d_y and its norm to d_out. */
+static x3_status add_norm(x3_forward *f, float *d_x, const float *d_y, size_t n, const float *d_weight, float *d_out, x3_err *err)
+{
+    const x3_device_ops *ops = f->dev->ops;
+    const size_t hidden = f->model->hidden;
+    x3_status rc;
+
+    if (ops->add_norm != NULL)
+        return ops->add_norm(f->dev, d_x, d_y, n, hidden, d_weight, f->model->norm_eps, d_out, err);
+    rc = ops->add(f->dev, d_x, d_y, n * hidden, err);
+    return rc == X3_OK ? ops->rms_norm(f->dev, d_x, hidden, n, hidden, d_weight, f->model->norm_eps, d_out, hidden, err) : rc;
+}
+
 /* Operations that a device may not have yet. */
 static x3_status check_device(const x3_device *dev, const x3_model *m, x3_err *err)
 {
@@ -143,9 +156,7 @@ x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_ba
         X3_TRY(rc, out, x3_mla_forward(f, w, batch, kv, d_in, d_out, d_rest, err));
         break;
     }
-    X3_TRY(rc, out, ops->add(f->dev, d_x, d_out, n * hidden, err));
-    X3_TRY(rc, out, ops->rms_norm(f->dev, d_x, hidden, n, hidden, w->vectors[l->ffn_norm], f->model->norm_eps, d_in,
-                                  hidden, err));
+    X3_TRY(rc, out, add_norm(f, d_x, d_out, n, w->vectors[l->ffn_norm], d_in, err));
     switch (l->ffn) {
     case X3_FFN_MLP:
         X3_TRY(rc, out, x3_mlp_forward(f, w, &l->mlp, n, d_in, d_out, d_rest, err));

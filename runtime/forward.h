@@ -70,14 +70,17 @@ x3_status x3_expert_inner(x3_forward *f, const x3_layer_weights *w, size_t exper
 
 /* ---- caches and batches -------------------------------------------------------------------------------- */
 
+/* What a layer keeps keys and values in where `wanted` is asked for: float32 in latent caches, whose values are part of the
+ * keys, and where a head is no multiple of 32 or longer than 256. */
+x3_kv_type x3_kv_layer_type(const x3_layer_desc *layer, x3_kv_type wanted);
 /* The cache that a layer's kind needs: n_pages pages for attention, n_slots recurrent states for a delta net. A state
  * cannot be cut back: a sequence goes on where its state stands, or from position 0. Whoever wants to come back to a
  * position copies the slot there. */
 x3_status x3_kv_layer_create(x3_kv_layer *kv, x3_device *dev, const x3_layer_desc *layer, size_t n_pages, size_t n_slots,
-                             x3_err *err) X3_MUST;
+                             x3_kv_type wanted, x3_err *err) X3_MUST;
 void x3_kv_layer_free(x3_kv_layer *kv, x3_device *dev);
-/* Floats that x3_kv_layer_create takes. */
-size_t x3_kv_layer_floats(const x3_layer_desc *layer, size_t n_pages, size_t n_slots);
+/* Bytes that x3_kv_layer_create takes. */
+size_t x3_kv_layer_bytes(const x3_layer_desc *layer, size_t n_pages, size_t n_slots, x3_kv_type wanted);
 /* State of slot `to` := that of `from`. Nothing to do for layers without states. */
 x3_status x3_kv_slot_copy(x3_kv_layer *kv, x3_device *dev, size_t from, size_t to, x3_err *err) X3_MUST;
 /* True when some layer has a recurrent state, so that positions cannot be dropped from the end of a sequence. */

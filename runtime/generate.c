@@ -24,7 +24,7 @@ x3_status x3_generator_create(x3_generator **out, x3_device *dev, const x3_check
         g->pages[i] = (int32_t)i;
     for (size_t i = 0; i < m->n_layers; i++) {
         X3_TRY(rc, out, x3_layer_weights_load(&g->layers[i], dev, c, &m->layers[i], err));
-        X3_TRY(rc, out, x3_kv_layer_create(&g->kv[i], dev, &m->layers[i], n_pages, 1, err));
+        X3_TRY(rc, out, x3_kv_layer_create(&g->kv[i], dev, &m->layers[i], n_pages, 1, X3_KV_F32, err));
     }
     X3_TRY(rc, out, x3_forward_create(&g->f, dev, m, CHUNK, max_positions, err));
     X3_TRY(rc, out, x3_vector_load(&g->d_norm, dev, c, &m->final_norm, err));

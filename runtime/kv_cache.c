@@ -26,26 +26,45 @@ static bool has_values(const x3_layer_desc *l)
     return l->mixer == X3_MIXER_GQA;
 }
 
-size_t x3_kv_layer_floats(const x3_layer_desc *layer, size_t n_pages, size_t n_slots)
+x3_kv_type x3_kv_layer_type(const x3_layer_desc *layer, x3_kv_type wanted)
 {
     const x3_kv_layer s = shape_of(layer);
-    const size_t positions = n_pages * X3_KV_PAGE;
+    const bool fits = s.k_dim % X3_KV_GROUP == 0 && s.v_dim % X3_KV_GROUP == 0 && s.k_dim <= X3_KV_DIM && s.v_dim <= X3_KV_DIM;
 
-    return positions * s.n_kv_heads * (s.k_dim + (has_values(layer) ? s.v_dim : 0)) + positions * s.index_dim +
-           n_slots * s.state_floats;
+    return has_values(layer) && fits ? wanted : X3_KV_F32;
+}
+
+size_t x3_kv_layer_bytes(const x3_layer_desc *layer, size_t n_pages, size_t n_slots, x3_kv_type wanted)
+{
+    const x3_kv_layer s = shape_of(layer);
+    const x3_kv_type type = x3_kv_layer_type(layer, wanted);
+    const size_t block = x3_kv_block_bytes(type, s.k_dim) + (has_values(layer) ? x3_kv_block_bytes(type, s.v_dim) : 0);
+
+    return n_pages * s.n_kv_heads * block + (n_pages * X3_KV_PAGE * s.index_dim + n_slots * s.state_floats) * sizeof(float);
+}
+
+static x3_status create_packed(x3_kv_layer *kv, x3_device *dev, size_t n_pages, x3_err *err)
+{
+    const size_t n = n_pages * kv->n_kv_heads;
+    x3_status rc = x3_device_alloc(dev, &kv->d_packed_keys, n * x3_kv_block_bytes(kv->type, kv->k_dim), err);
+
+    return rc == X3_OK ? x3_device_alloc(dev, &kv->d_packed_values, n * x3_kv_block_bytes(kv->type, kv->v_dim), err) : rc;
 }
 
 x3_status x3_kv_layer_create(x3_kv_layer *kv, x3_device *dev, const x3_layer_desc *layer, size_t n_pages, size_t n_slots,
-                             x3_err *err)
+                             x3_kv_type wanted, x3_err *err)
 {
     const size_t positions = n_pages * X3_KV_PAGE;
     x3_status rc = X3_OK;
 
     *kv = shape_of(layer);
-    if (kv->n_kv_heads != 0)
+    kv->type = x3_kv_layer_type(layer, wanted);
+    if (kv->type != X3_KV_F32)
+        X3_TRY(rc, out, create_packed(kv, dev, n_pages, err));
+    else if (kv->n_kv_heads != 0)
         X3_TRY(rc, out, x3_device_floats(dev, &kv->d_keys, positions * kv->n_kv_heads * kv->k_dim, err));
     /* kernels read whole panels of 16 columns: the last row may be read past its end */
-    if (has_values(layer))
+    if (has_values(layer) && kv->type == X3_KV_F32)
         X3_TRY(rc, out, x3_device_floats(dev, &kv->d_values, positions * kv->n_kv_heads * kv->v_dim + X3_PANEL, err));
     if (kv->index_dim != 0)
         X3_TRY(rc, out, x3_device_floats(dev, &kv->d_index_keys, positions * kv->index_dim, err));
@@ -64,6 +83,8 @@ void x3_kv_layer_free(x3_kv_layer *kv, x3_device *dev)
 {
     x3_device_free(dev, kv->d_keys);
     x3_device_free(dev, kv->d_values);
+    x3_device_free(dev, kv->d_packed_keys);
+    x3_device_free(dev, kv->d_packed_values);
     x3_device_free(dev, kv->d_index_keys);
     x3_device_free(dev, kv->d_states);
     free(kv->slot_positions);

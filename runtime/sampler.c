@@ -129,16 +129,52 @@ static bool is_better(x3_alternative a, x3_alternative b)
     return a.logprob > b.logprob || (a.logprob == b.logprob && a.id < b.id);
 }
 
+#define LANES 16
+
+/* The largest of n numbers, and whether one is a NaN: sixteen lanes, which the compiler makes vectors of. */
+static float largest_of(const float *x, size_t n, bool *nan)
+{
+    float most[LANES];
+    uint32_t bad[LANES] = {0}, any = 0;
+    size_t i = 0;
+
+    for (size_t j = 0; j < LANES; j++)
+        most[j] = -INFINITY;
+    for (; i + LANES <= n; i += LANES)
+        for (size_t j = 0; j < LANES; j++) {
+            most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+            bad[j] |= x[i + j] != x[i + j] ? 1u : 0u;
+        }
+    for (; i < n; i++) {
+        most[0] = x[i] > most[0] ? x[i] : most[0];
+        bad[0] |= isnan(x[i]) ? 1u : 0u;
+    }
+    for (size_t j = 0; j < LANES; j++) {
+        most[0] = most[j] > most[0] ? most[j] : most[0];
+        any |= bad[j];
+    }
+    *nan = any != 0;
+    return most[0];
+}
+
+/* Of equal ones the first. */
 static x3_status find_best(const float *logits, size_t vocab, int32_t *best, x3_err *err)
 {
+    bool nan;
+    const float most = largest_of(logits, vocab, &nan);
+    size_t i = 0;
+
     *best = -1;
-    for (size_t i = 0; i < vocab; i++) {
-        if (isnan(logits[i]))
-            return x3_fail(err, X3_ERR_NUMERIC, "the logit of token %zu is not a number", i);
-        if (*best < 0 ? logits[i] > -INFINITY : logits[i] > logits[*best])
-            *best = (int32_t)i;
-    }
-    return *best >= 0 && logits[*best] < INFINITY ? X3_OK : x3_fail(err, X3_ERR_NUMERIC, "no logit is finite");
+    while (nan && !isnan(logits[i]))
+        i++;
+    if (nan)
+        return x3_fail(err, X3_ERR_NUMERIC, "the logit of token %zu is not a number", i);
+    if (!isfinite(most))
+        return x3_fail(err, X3_ERR_NUMERIC, "no logit is finite");
+    while (logits[i] != most)
+        i++;
+    *best = (int32_t)i;
+    return X3_OK;
 }
 
 /* The alternatives of the model, and the logarithm of the sum that makes them probabilities. */

@@ -70,7 +70,7 @@ x3_status x3_stream_hidden(x3_device *dev, const x3_checkpoint *c, const int32_t
     X3_TRY(rc, out, x3_device_floats(dev, &p.d_x, p.at_once * n_cols * m->hidden, err));
     for (size_t i = 0; i < m->n_layers; i++) {
         X3_TRY(rc, out, x3_layer_weights_load(&w, dev, c, &m->layers[i], err));
-        X3_TRY(rc, out, x3_kv_layer_create(&kv, dev, &m->layers[i], p.batch.n_pages, p.batch.n_slots, err));
+        X3_TRY(rc, out, x3_kv_layer_create(&kv, dev, &m->layers[i], p.batch.n_pages, p.batch.n_slots, X3_KV_F32, err));
         X3_TRY(rc, out, run_layer(&p, &w, &kv, NULL, err));
         x3_layer_weights_free(&w);
         x3_kv_layer_free(&kv, dev);

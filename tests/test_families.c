@@ -336,7 +336,7 @@ X3_TEST(family_sparse_layers_without_a_kept_selection_are_refused)
         CHECK_OK(x3_forward_create(&f, dev, m, n, n, &err), &err);
         CHECK_OK(x3_full_batch_create(&batch, dev, 1, n, 0, &err), &err);
         CHECK_OK(x3_layer_weights_load(&w, dev, c, &m->layers[2], &err), &err);
-        CHECK_OK(x3_kv_layer_create(&kv, dev, &m->layers[2], batch.n_pages, 0, &err), &err);
+        CHECK_OK(x3_kv_layer_create(&kv, dev, &m->layers[2], batch.n_pages, 0, X3_KV_F32, &err), &err);
         CHECK_OK(x3_device_floats(dev, &d_x, n * m->hidden, &err), &err);
         if (n == 6)
             CHECK_OK(x3_forward_layer(f, &w, &batch.batch, &kv, d_x, &err), &err);
@@ -397,7 +397,7 @@ X3_TEST(family_recurrent_states_can_be_copied_to_come_back)
 
     CHECK(l->mixer == X3_MIXER_DELTA_NET);
     CHECK_OK(x3_layer_weights_load(&w, dev, c, l, &err), &err);
-    CHECK_OK(x3_kv_layer_create(&kv, dev, l, 1, 2, &err), &err);
+    CHECK_OK(x3_kv_layer_create(&kv, dev, l, 1, 2, X3_KV_F32, &err), &err);
     CHECK_OK(x3_forward_create(&f, dev, c->model, 8, 32, &err), &err);
     x3_rng_init(&rng, 1, "rows");
     for (size_t i = 0; i < 8 * hidden; i++)

@@ -431,7 +431,7 @@ static float correction_for_one_token(const struct setup *s)
     CHECK_OK(x3_forward_create(&f, dev, m.c->model, 640, 64, &err), &err);
     CHECK_OK(x3_full_batch_create(&b, dev, 10, 64, 0, &err), &err);
     CHECK_OK(x3_layer_weights_load(&w, dev, m.c, l, &err), &err);
-    CHECK_OK(x3_kv_layer_create(&kv, dev, l, b.n_pages, b.n_slots, &err), &err);
+    CHECK_OK(x3_kv_layer_create(&kv, dev, l, b.n_pages, b.n_slots, X3_KV_F32, &err), &err);
     f->capture = find_margins;
     f->capture_arg = &m;
     CHECK_OK(x3_forward_layer(f, &w, &b.batch, &kv, x, &err), &err);

@@ -10,10 +10,11 @@
 #include "tools/progress.h"
 
 static struct serve_values {
-    const char *pack, *host, *device, *key_file, *chat_template, *name;
+    const char *pack, *host, *device, *key_file, *chat_template, *name, *kv;
     uint64_t port, ctx, parallel, cache, chunk, queue, threads, memory, grace;
     x3_list ignored;
-} values = {.host = "127.0.0.1", .device = "cpu", .port = 8080, .parallel = 8, .chunk = 256, .queue = 256, .grace = 30};
+} values = {.host = "127.0.0.1", .device = "cpu", .port = 8080, .parallel = 8, .chunk = 256, .queue = 256, .grace = 30,
+          .kv = "bf16"};
 
 #define AT(field) offsetof(struct serve_values, field)
 #define CTX_DEFAULT 8192
@@ -24,6 +25,7 @@ static const x3_option options[] = {
     {"ctx", X3_OPT_COUNT, AT(ctx), "N", "tokens of a conversation (the model's limit, at most 8192)", 16, 1e8, false},
     {"parallel", X3_OPT_COUNT, AT(parallel), "N", "replies written at once (8)", 1, 4096, false},
     {"cache", X3_OPT_COUNT, AT(cache), "N", "tokens that the cache holds for all of them (ctx times parallel)", 64, 1e10, false},
+    {"kv", X3_OPT_TEXT, AT(kv), "TYPE", "numbers of the cache: f32, bf16, int8 or int4 (bf16)", 0, 0, false},
     {"chunk", X3_OPT_COUNT, AT(chunk), "N", "rows a step: prompts go in pieces of what replies leave (256)", 2, 65536, false},
     {"queue", X3_OPT_COUNT, AT(queue), "N", "requests that may wait (256)", 0, 1e6, false},
     {"api-key-file", X3_OPT_TEXT, AT(key_file), "FILE", "API keys, one a line; without it no key is asked for", 0, 0, false},
@@ -81,20 +83,49 @@ static uint64_t free_memory(void)
     return (uint64_t)kib * 1024;
 }
 
+/* Layers that keep float32 whatever was asked for. */
+static void print_unpacked(const x3_model *m, const struct serve_values *v, x3_kv_type wanted)
+{
+    size_t n_float = 0, n_states = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++) {
+        n_states += m->layers[i].mixer == X3_MIXER_DELTA_NET;
+        n_float += m->layers[i].mixer != X3_MIXER_DELTA_NET && x3_kv_layer_type(&m->layers[i], wanted) != wanted;
+    }
+    if (n_float > 0)
+        printf("cache       %zu of %zu layers keep float32, not %s: latent attention, or heads that are no multiple of %d up to %d\n",
+               n_float, m->n_layers, v->kv, X3_KV_GROUP, X3_KV_DIM);
+    if (n_states > 0)
+        printf("cache       %zu of %zu layers have a recurrent state, which is float32\n", n_states, m->n_layers);
+}
+
+static x3_status read_kv_type(x3_kv_type *out, const char *name, x3_err *err)
+{
+    static const char *const names[] = {[X3_KV_F32] = "f32", [X3_KV_BF16] = "bf16", [X3_KV_INT8] = "int8", [X3_KV_INT4] = "int4"};
+
+    for (int i = 0; i < 4; i++)
+        if (strcmp(name, names[i]) == 0) {
+            *out = (x3_kv_type)i;
+            return X3_OK;
+        }
+    return x3_fail(err, X3_ERR_INPUT, "--kv %s: f32, bf16, int8 and int4 are known", name);
+}
+
 /* Says what it will take, and refuses when there is less. */
 static x3_status check_memory(const struct service *s, const x3_engine_options *o, const struct serve_values *v, x3_err *err)
 {
     const x3_resident_options r = x3_engine_resident(o);
     x3_resident_memory m;
-    uint64_t room = v->memory > 0 ? v->memory : strcmp(v->device, "cpu") == 0 ? free_memory() : 0, all;
-    x3_status rc = x3_resident_memory_of(&m, s->pack, &r, err);
+    uint64_t room = v->memory > 0 ? v->memory : s->dev->capacity_bytes > 0 ? s->dev->capacity_bytes : free_memory(), all;
+    x3_status rc = x3_resident_memory_of(&m, s->dev, s->pack, &r, err);
 
     if (rc != X3_OK)
         return rc;
     if (x3_add_overflows(m.weights, m.cache, &all) || x3_add_overflows(all, m.scratch, &all))
         all = UINT64_MAX;
-    printf("memory      weights %s, cache %s (%zu tokens), scratch %s\n", x3_bytes_text(m.weights), x3_bytes_text(m.cache),
-           r.n_pages * X3_KV_PAGE, x3_bytes_text(m.scratch));
+    printf("memory      weights %s, cache %s (%zu tokens, %s), scratch %s\n", x3_bytes_text(m.weights), x3_bytes_text(m.cache),
+           r.n_pages * X3_KV_PAGE, v->kv, x3_bytes_text(m.scratch));
+    print_unpacked(s->pack->model, v, o->kv_type);
     if (room == 0)
         printf("memory      what %s has free is not known, and was not checked: --memory SIZE sets a limit\n", v->device);
     if (room > 0 && all > room)
@@ -153,6 +184,7 @@ static x3_status open_service(struct service *s, const struct serve_values *v)
     x3_engine_options o = {.max_sequences = v->parallel, .chunk_rows = v->chunk, .max_queued = v->queue, .keep_prefixes = true};
     x3_status rc;
 
+    X3_TRY(rc, out, read_kv_type(&o.kv_type, v->kv, &s->err));
     X3_TRY(rc, out, open_files(s, v));
     o.max_positions = v->ctx > 0 ? v->ctx : x3_min_size(s->pack->model->max_positions, CTX_DEFAULT);
     o.n_pages = (v->cache + X3_KV_PAGE - 1) / X3_KV_PAGE;
@@ -161,9 +193,9 @@ static x3_status open_service(struct service *s, const struct serve_values *v)
         rc = x3_fail(&s->err, X3_ERR_INPUT, "--ctx %zu is more than the model's %zu", o.max_positions, s->pack->model->max_positions);
         goto out;
     }
-    X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     X3_TRY(rc, out, x3_device_open(&s->dev, v->device, (int)v->threads, &s->err));
     printf("device      %s\n", s->dev->name);
+    X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     fflush(stdout);
     X3_TRY(rc, out, x3_engine_open(&s->engine, s->dev, s->pack, &o, &s->err));
     const x3_server_options so = {.host = v->host, .port = (uint16_t)v->port, .model_name = s->name, .engine = s->engine,
