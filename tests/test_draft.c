@@ -64,7 +64,7 @@ static float *draft_logits(x3_device *dev, const x3_checkpoint *c, const int32_t
     CHECK_OK(x3_forward_create(&f, dev, m, n, n, &err), &err);
     CHECK_OK(x3_full_batch_create(&batch, dev, 1, n, x3_model_selected(m, n), &err), &err);
     CHECK_OK(x3_layer_weights_load(&w, dev, c, l, &err), &err);
-    CHECK_OK(x3_kv_layer_create(&kv, dev, l, batch.n_pages, batch.n_slots, &err), &err);
+    CHECK_OK(x3_kv_layer_create(&kv, dev, l, batch.n_pages, batch.n_slots, X3_KV_F32, &err), &err);
     CHECK_OK(x3_forward_layer(f, &w, &batch.batch, &kv, x, &err), &err);
     CHECK_OK(x3_vector_load(&norm, dev, c, &m->draft->out_norm, &err), &err);
     CHECK_OK(dev->ops->rms_norm(dev, x, hidden, n, hidden, norm, m->norm_eps, x, hidden, &err), &err);
