@@ -67,10 +67,10 @@ ISAS := $(ISAS_$(ARCH))
 ISA_FLAGS_avx2 := -mavx2 -mfma -mf16c
 ISA_FLAGS_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512
 
-FOLDERS := formats kernels runtime calib quant
+FOLDERS := formats kernels runtime runtime/device runtime/tokenizer runtime/jinja runtime/serve calib quant
 TOOLS := exl3-quantize exl3-eval exl3-serve
 SIMD_SRC := $(wildcard kernels/*_simd.c)
-CUDA_C := $(wildcard runtime/device_cuda*.c runtime/cuda_*.c)
+CUDA_C := $(wildcard runtime/device/device_cuda*.c runtime/device/cuda_*.c)
 CUDA_K := $(wildcard kernels/*_k_cuda.cu)
 CUDA_SRC := $(filter-out $(CUDA_K),$(wildcard kernels/*_cuda.cu))
 LIB_SRC := $(filter-out $(SIMD_SRC) $(if $(filter cuda,$(CONFIG)),,$(CUDA_C)),$(wildcard $(addsuffix /*.c,$(FOLDERS))))
@@ -157,7 +157,7 @@ smollm2: all $(B)/tests/conformance_tests ## SmolLM2-135M: ids, logits, packs of
 check: ## include order, static analysis where clang-tidy or cppcheck are installed
 	@tools/check_includes.sh
 	@if command -v cppcheck >/dev/null; then cppcheck -q --std=c11 --enable=warning,portability --inline-suppr \
-	  --suppress=missingIncludeSystem -I. $(FOLDERS) tools; fi
+	  --suppress=missingIncludeSystem -I. $(filter-out runtime/%,$(FOLDERS)) tools; fi
 
 compile: $(TOOLS:%=$(B)/%) $(B)/tests/tests $(B)/tests/conformance_tests ## build programs and tests, run nothing
 
@@ -213,7 +213,7 @@ $(B)/source_id.o: $(B)/source_id.c
 	@$(CC) $(CFLAGS) -c $< -o $@
 
 # The assembler reads the page; the compiler does not say so.
-$(B)/runtime/server_page.o: runtime/server_page.html
+$(B)/runtime/serve/server_page.o: runtime/serve/server_page.html
 
 $(B)/%.o: %.c Makefile
 	@mkdir -p $(@D)

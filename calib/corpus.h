@@ -3,7 +3,7 @@
 #ifndef X3_CORPUS_H
 #define X3_CORPUS_H
 
-#include "runtime/tokenizer.h"
+#include "runtime/tokenizer/tokenizer.h"
 
 typedef struct x3_corpus_file {
     char *path;

@@ -4,7 +4,7 @@
 #ifndef X3_HESSIAN_H
 #define X3_HESSIAN_H
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 typedef struct x3_hessian {
     x3_device *dev;

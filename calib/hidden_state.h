@@ -7,7 +7,7 @@
 #ifndef X3_HIDDEN_STATE_H
 #define X3_HIDDEN_STATE_H
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 typedef enum x3_hidden_place { X3_HIDDEN_HOST, X3_HIDDEN_DEVICE, X3_HIDDEN_DISK } x3_hidden_place;
 

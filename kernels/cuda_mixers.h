@@ -24,7 +24,7 @@ x3_status x3_cuda_copy_heads(const x3_cuda_pieces *p, x3_cuda_stream stream, x3_
 x3_status x3_cuda_layer_norm(float *d_x, size_t n_rows, size_t n, const float *d_weight, const float *d_bias, float eps,
                              x3_cuda_stream stream, x3_err *err) X3_MUST;
 
-/* runtime/device.h, x3_conv_args; slot s of a sequence is in x3_cuda_sequence. EXACT. */
+/* runtime/device/device.h, x3_conv_args; slot s of a sequence is in x3_cuda_sequence. EXACT. */
 typedef struct x3_cuda_conv {
     const float *d_x;
     float *d_out;
@@ -36,7 +36,7 @@ typedef struct x3_cuda_conv {
 
 x3_status x3_cuda_conv_silu(const x3_cuda_conv *c, const x3_cuda_batch *batch, x3_cuda_stream stream, x3_err *err) X3_MUST;
 
-/* runtime/device.h, x3_delta_args. k_dim at most X3_CUDA_DELTA_DIM. d_scratch: x3_cuda_delta_bytes.
+/* runtime/device/device.h, x3_delta_args. k_dim at most X3_CUDA_DELTA_DIM. d_scratch: x3_cuda_delta_bytes.
  * Bound: 1e-5 relative over a few thousand positions. */
 typedef struct x3_cuda_delta {
     size_t n_k_heads, n_v_heads, k_dim, v_dim;
@@ -51,7 +51,7 @@ size_t x3_cuda_delta_bytes(const x3_cuda_delta *d, size_t n_rows);
 x3_status x3_cuda_delta_rule(const x3_cuda_delta *d, const x3_cuda_batch *batch, void *d_scratch, x3_cuda_stream stream,
                              x3_err *err) X3_MUST;
 
-/* runtime/device.h, x3_select_args, for rows [first_row, first_row + n_rows) of the batch. Scores are sums over dimensions,
+/* runtime/device/device.h, x3_select_args, for rows [first_row, first_row + n_rows) of the batch. Scores are sums over dimensions,
  * then over heads, from first to last. d_scores [n_rows][n_positions]; n_positions: of the longest sequence, at most. */
 typedef struct x3_cuda_select {
     const float *d_q, *d_weights;

@@ -18,7 +18,7 @@ extern "C" {
 /* x3_route_row_ref for n_rows rows. EXACT. */
 x3_status x3_cuda_route(const x3_cuda_info *info, const x3_route_rule *rule, const float *d_logits, const float *d_correction,
                         size_t n_rows, int32_t *d_ids, float *d_weights, x3_cuda_stream stream, x3_err *err) X3_MUST;
-/* runtime/device.h: group_rows. EXACT. */
+/* runtime/device/device.h: group_rows. EXACT. */
 x3_status x3_cuda_group_rows(const int32_t *d_ids, size_t n_rows, size_t n_chosen, size_t n_experts, int32_t *d_first,
                              int32_t *d_rows, int32_t *d_slots, x3_cuda_stream stream, x3_err *err) X3_MUST;
 /* out[i] = x[rows[i]], n floats each, without gaps. */

@@ -66,7 +66,7 @@ typedef struct x3_cuda_batch {
     const int32_t *d_pages;
 } x3_cuda_batch;
 
-/* Layout of a page: runtime/device.h. d_values NULL: values are the first v_dim dimensions of the keys, or there are none. */
+/* Layout of a page: runtime/device/device.h. d_values NULL: values are the first v_dim dimensions of the keys, or there are none. */
 typedef struct x3_cuda_kv {
     size_t n_kv_heads, k_dim, v_dim;
     float *d_keys, *d_values;

@@ -3,7 +3,7 @@
 #define X3_VERIFY_H
 
 #include "quant/pack_info.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "runtime/stream.h"
 
 typedef struct x3_verify_group {

@@ -3,7 +3,7 @@
 #define X3_GENERATE_H
 
 #include "runtime/forward.h"
-#include "runtime/tokenizer.h"
+#include "runtime/tokenizer/tokenizer.h"
 
 typedef struct x3_generator {
     x3_device *dev;

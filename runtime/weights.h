@@ -3,7 +3,7 @@
 #define X3_WEIGHTS_H
 
 #include "runtime/checkpoint.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 typedef struct x3_layer_weights {
     x3_device *dev;

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "runtime/engine.h"
+#include "runtime/serve/engine.h"
 
 #define TRY(expr)                              \
     do {                                       \

@@ -3,7 +3,7 @@
 #define X3_FAMILY_CHECK_H
 
 #include "runtime/checkpoint.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 /* ids of one sequence and logits [n_logits][vocab] at every `step`-th position. */
 typedef struct reference {

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "formats/json.h"
-#include "runtime/jinja.h"
+#include "runtime/jinja/jinja.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes);
 

@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "formats/json.h"
-#include "runtime/reply_parser.h"
-#include "runtime/text_stream.h"
+#include "runtime/serve/reply_parser.h"
+#include "runtime/serve/text_stream.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes);
 

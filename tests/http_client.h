@@ -4,7 +4,7 @@
 
 #include <cjson/cJSON.h>
 
-#include "runtime/server.h"
+#include "runtime/serve/server.h"
 #include "tests/test.h"
 
 /* An open server over a model folder. */

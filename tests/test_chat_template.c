@@ -4,7 +4,7 @@
 
 #include "formats/io.h"
 #include "formats/json.h"
-#include "runtime/chat_template.h"
+#include "runtime/jinja/chat_template.h"
 #include "tests/test.h"
 
 #define MODEL "tests/data/models/tiny-qwen3"

@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "runtime/engine.h"
+#include "runtime/serve/engine.h"
 #include "runtime/generate.h"
-#include "runtime/kv_pages.h"
+#include "runtime/serve/kv_pages.h"
 #include "tests/test.h"
 
 #define MODEL "tests/data/models/tiny-qwen3"

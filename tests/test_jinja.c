@@ -4,7 +4,7 @@
 
 #include "formats/io.h"
 #include "formats/json.h"
-#include "runtime/jinja.h"
+#include "runtime/jinja/jinja.h"
 #include "tests/test.h"
 
 static const struct tm now = {.tm_year = 125, .tm_mon = 6, .tm_mday = 9, .tm_hour = 14, .tm_min = 5, .tm_sec = 3, .tm_wday = 3,

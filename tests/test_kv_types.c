@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "kernels/kv_cpu.h"
-#include "runtime/engine.h"
+#include "runtime/serve/engine.h"
 #include "runtime/generate.h"
 #include "tests/test.h"
 

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "formats/json.h"
-#include "runtime/reply_parser.h"
+#include "runtime/serve/reply_parser.h"
 #include "tests/test.h"
 
 static const char tools_text[] =

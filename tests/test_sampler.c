@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "formats/utf8.h"
-#include "runtime/sampler.h"
-#include "runtime/text_stream.h"
+#include "runtime/serve/sampler.h"
+#include "runtime/serve/text_stream.h"
 #include "tests/test.h"
 
 #define V 8

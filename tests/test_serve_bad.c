@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "formats/json.h"
-#include "runtime/server_json.h"
+#include "runtime/serve/server_json.h"
 #include "tests/http_client.h"
 
 #define MODEL "tests/data/models/tiny-qwen3"

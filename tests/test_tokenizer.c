@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "formats/io.h"
-#include "runtime/regex.h"
-#include "runtime/tokenizer.h"
+#include "runtime/tokenizer/regex.h"
+#include "runtime/tokenizer/tokenizer.h"
 #include "tests/test.h"
 
 #define DATA "tests/data/tokenizers"

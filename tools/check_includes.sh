@@ -7,7 +7,7 @@ allowed=""
 for folder in formats kernels runtime calib quant tools; do
     allowed="$allowed $folder"
     pattern=$(echo $allowed | tr ' ' '|')
-    found=$(grep -nE '^#include "' $folder/*.c $folder/*.h $folder/*.cu $folder/*.cuh 2>/dev/null | grep -vE "\"($pattern)/" || true)
+    found=$(grep -rnE '^#include "' --include=*.c --include=*.h --include=*.cu --include=*.cuh "$folder" | grep -vE "\"($pattern)/" || true)
     if [ -n "$found" ]; then
         echo "$found"
         bad=1

@@ -9,7 +9,7 @@
 #include "formats/io.h"
 #include "quant/pack_info.h"
 #include "quant/score.h"
-#include "runtime/chat_template.h"
+#include "runtime/jinja/chat_template.h"
 #include "runtime/generate.h"
 #include "tools/options.h"
 #include "tools/progress.h"

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "formats/io.h"
-#include "runtime/server.h"
+#include "runtime/serve/server.h"
 #include "tools/options.h"
 #include "tools/progress.h"
 

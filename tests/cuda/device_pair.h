@@ -2,7 +2,7 @@
 #ifndef X3_DEVICE_PAIR_H
 #define X3_DEVICE_PAIR_H
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 /* Both devices, opened once; skips the test without a GPU. */
 typedef struct x3_pair {

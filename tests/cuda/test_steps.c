@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "runtime/resident.h"
+#include "runtime/serve/resident.h"
 #include "tests/cuda/device_pair.h"
 #include "tests/test.h"
 
