@@ -19,10 +19,11 @@ peer() { # KL, KL of the second block, bytes
     esac
 }
 folder() { [ -d "$data/models/$1" ] && echo "$data/models/$1" || echo "$1"; }
+noise() { awk -v bits="$1" 'BEGIN {print int(bits + .5)}'; }
 name() { basename "$1"; }
 one() { # MODEL BITS SEED: both packs and their scores
     model=$(folder "$1") m=$out/$(name "$1") p=$out/$(name "$1")-$2-$3
-    "$build/exl3-quantize" plan "$model" --measure "$m-$3.json" --bits "$2" --out "$p.yaml" >"$p.plan.log" 2>&1
+    "$build/exl3-quantize" plan "$model" --measure "$m-$3-$(noise "$2").json" --bits "$2" --out "$p.yaml" >"$p.plan.log" 2>&1
     for kind in planned uniform; do
         if [ $kind = planned ]; then how="--recipe $p.yaml"; else how="--bits $2 --uniform"; fi
         # shellcheck disable=SC2086
@@ -41,9 +42,12 @@ prepare() { # MODEL: references and measurements
             --out "$m-$skip.x3r" --device "$device" 2>/dev/null
     done
     for seed in 1 2 3; do
-        # shellcheck disable=SC2086
-        [ -e "$m-$seed.json" ] || "$build/exl3-quantize" measure "$model" --out "$m-$seed.json" --seed $seed --device "$device" \
-            --text "$data/text/calib.jsonl" ${MEASURE:-} >"$m-$seed.log" 2>&1
+        for bits in $budgets; do
+            f=$m-$seed-$(noise "$bits")
+            # shellcheck disable=SC2086
+            [ -e "$f.json" ] || "$build/exl3-quantize" measure "$model" --out "$f.json" --seed $seed --device "$device" \
+                --text "$data/text/calib.jsonl" --noise-bits "$(noise "$bits")" ${MEASURE:-} >"$f.log" 2>&1
+        done
     done
 }
 numbers() { tr -d ' \t\n' <"$1" | sed 's/.*"rows":\[\([^]]*\)\].*/\1/' | tr , '\n'; }
