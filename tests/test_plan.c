@@ -227,7 +227,7 @@ X3_TEST(plan_for_a_size_fills_it_and_says_when_it_cannot)
     double kl[64];
     for (size_t i = 0; i < p.n; i++)
         kl[i] = p.cost[i][2];
-    x3_measurement m = {.codebook = X3_CB_MUL1, .n = p.n, .kl = kl};
+    x3_measurement m = {.codebook = X3_CB_MUL1, .noise_bits = 3, .n = p.n, .kl = kl};
     x3_plan_options o = {.bits = 3, .head_bits = 6, .min_bits = 1, .max_bits = 8};
     CHECK_OK(x3_plan_create(&plan, p.c, &m, &o, &err), &err);
     CHECK(plan.predicted_kl <= plan.uniform_kl && plan.allocation.body_bits <= 3);
