@@ -26,8 +26,8 @@ static x3_text parse(const char *text, size_t n_bytes, uint8_t kind, size_t step
     bool stopped = false;
     x3_err err = {0};
 
-    must(x3_text_stream_create(&s, stops, kind >> 4 & 1, &err) == X3_OK);
-    must(x3_reply_parser_create(&p, kind & 3, (kind >> 2 & 3) % 3, NULL, &err) == X3_OK);
+    must(x3_text_stream_create(&s, stops, kind >> 5 & 1, &err) == X3_OK);
+    must(x3_reply_parser_create(&p, (kind & 7) % X3_TOOL_FORMATS, (kind >> 3 & 3) % 3, NULL, &err) == X3_OK);
     for (size_t at = 0; at < n_bytes && !stopped; at += step) {
         size_t n = n_bytes - at < step ? n_bytes - at : step;
         ready.n_items = 0;

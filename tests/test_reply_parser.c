@@ -12,8 +12,8 @@ static const char tools_text[] =
     "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},"
     "\"n\":{\"type\":\"integer\"},\"o\":{\"type\":\"object\"}}}}},{\"type\":\"function\",\"function\":{\"name\":\"noop\"}}]";
 
-/* Puts a reply in pieces of `step` bytes; returns reasoning, content and calls as "R|C|name(arguments)…". */
-static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *text, size_t step)
+/* Puts a reply in pieces of `step` bytes but for the first; returns reasoning, content and calls as "R|C|name(arguments)…". */
+static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *text, size_t first, size_t step)
 {
     cJSON *tools = cJSON_Parse(tools_text);
     x3_reply_parser *p;
@@ -22,8 +22,10 @@ static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *te
     x3_err err = {0};
 
     CHECK_OK(x3_reply_parser_create(&p, format, reasoning, tools, &err), &err);
-    for (size_t at = 0, n = strlen(text); at < n; at += step)
-        CHECK_OK(x3_reply_parser_put(p, text + at, x3_min_size(step, n - at), &parts, &err), &err);
+    for (size_t at = 0, n = strlen(text), next; at < n; at += next, first = step) {
+        next = x3_min_size(first, n - at);
+        CHECK_OK(x3_reply_parser_put(p, text + at, next, &parts, &err), &err);
+    }
     CHECK_OK(x3_reply_parser_end(p, &parts, &err), &err);
     CHECK_OK(x3_text_put(&all, parts.reasoning.items, parts.reasoning.n_items, &err), &err);
     CHECK_OK(x3_text_put(&all, "|", 1, &err), &err);
@@ -41,13 +43,16 @@ static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *te
     return all.items;
 }
 
+/* In pieces of one to seven bytes, whole, and in two pieces cut at every byte. */
 static void expect(x3_tool_format format, x3_reasoning reasoning, const char *text, const char *expected)
 {
     static const size_t steps[] = {1, 2, 3, 7, 1000};
 
-    for (size_t i = 0; i < 5; i++) {
-        char *got = parse(format, reasoning, text, steps[i]);
-        CHECK_MSG(strcmp(got, expected) == 0, "%s\nin pieces of %zu gives\n%s\nexpected\n%s", text, steps[i], got, expected);
+    for (size_t i = 0; i < 5 + strlen(text); i++) {
+        size_t step = i < 5 ? steps[i] : SIZE_MAX, first = i < 5 ? step : i - 5;
+        char *got = parse(format, reasoning, text, first, step);
+        CHECK_MSG(strcmp(got, expected) == 0, "%s\nin pieces of %zu, then %zu gives\n%s\nexpected\n%s", text, first, step, got,
+                  expected);
         free(got);
     }
 }
@@ -133,6 +138,48 @@ X3_TEST(reply_parser_reads_calls_of_deepseek)
            "<｜tool▁calls▁end｜>|");
 }
 
+X3_TEST(reply_parser_reads_calls_of_dsml)
+{
+    expect(X3_TOOLS_DSML, X3_REASONING_OPEN,
+           "hm\n</think>Let me look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" "
+           "string=\"true\"> 12 \"x\"\n</｜DSML｜parameter>\n<｜DSML｜parameter name=\"n\" string=\"false\">1.50</｜DSML｜parameter>\n"
+           "<｜DSML｜parameter name=\"o\" string=\"false\">{\"a\": [1, \"b\"]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+           "<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+           "hm|Let me look.|f({\"s\": \" 12 \\\"x\\\"\\n\", \"n\": 1.50, \"o\": {\"a\": [1, \"b\"]}})noop({})");
+    expect(X3_TOOLS_DSML_V4, X3_REASONING_NONE,
+           "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" string=\"true\">true</｜DSML｜parameter>\n"
+           "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "||f({\"s\": \"true\"})");
+    /* where the mark of a string is missing, the tool says what it is; the end of the reply ends the calls */
+    expect(X3_TOOLS_DSML, X3_REASONING_NONE,
+           "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\">1</｜DSML｜parameter><｜DSML｜parameter "
+           "name=\"n\">1</｜DSML｜parameter></｜DSML｜invoke>", "||f({\"s\": \"1\", \"n\": 1})");
+}
+
+X3_TEST(reply_parser_leaves_broken_dsml_as_text)
+{
+    static const char *const bad[] = {
+        "a \n\n<｜DSML｜function_calls>\n</｜DSML｜function_calls> b ",
+        "<｜DSML｜function_calls>f</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"\"></｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"></｜DSML｜invoke>, too</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"maybe\">1</｜DSML｜parameter>"
+        "</｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"true\">1</｜DSML｜invoke>"
+        "</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"true\">1</｜DSML｜parameter>"
+        "<｜DSML｜parameter name=\"s\" string=\"true\">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\">",
+        "<｜DSML｜function_",
+    };
+    char expected[400];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_DSML, X3_REASONING_NONE, bad[i], expected);
+    }
+}
+
 X3_TEST(reply_parser_reads_calls_of_llama)
 {
     expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "{\"name\": \"f\", \"parameters\": {\"n\": 1}}", "||f({\"n\": 1})");
@@ -147,8 +194,32 @@ X3_TEST(reply_parser_knows_formats_by_their_template)
 {
     CHECK(x3_tool_format_of("a <tool_call> b") == X3_TOOLS_TAGGED);
     CHECK(x3_tool_format_of("a <｜tool▁calls▁begin｜> b") == X3_TOOLS_DEEPSEEK);
+    CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'function_calls>'") == X3_TOOLS_DSML);
+    CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'tool_calls>'") == X3_TOOLS_DSML_V4);
     CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
     CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
+}
+
+static bool wants(x3_tool_format format, x3_reasoning reasoning, const char *token)
+{
+    x3_reply_parser *p;
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, format, reasoning, NULL, &err), &err);
+    bool yes = x3_reply_parser_wants(p, token, strlen(token));
+    x3_reply_parser_free(p);
+    return yes;
+}
+
+X3_TEST(reply_parser_wants_the_special_tokens_of_its_marks)
+{
+    CHECK(wants(X3_TOOLS_TAGGED, X3_REASONING_TAGS, "<think>") && wants(X3_TOOLS_TAGGED, X3_REASONING_OPEN, "</think>"));
+    CHECK(!wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<think>") && !wants(X3_TOOLS_TAGGED, X3_REASONING_TAGS, "<|im_end|>"));
+    CHECK(wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>") && wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "</tool_call>"));
+    CHECK(!wants(X3_TOOLS_NONE, X3_REASONING_NONE, "<tool_call>") && !wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call"));
+    CHECK(wants(X3_TOOLS_DEEPSEEK, X3_REASONING_NONE, "<｜tool▁sep｜>"));
+    CHECK(wants(X3_TOOLS_DSML, X3_REASONING_NONE, "｜DSML｜") && wants(X3_TOOLS_DSML_V4, X3_REASONING_NONE, "｜DSML｜"));
+    CHECK(wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|python_tag|>") && !wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|eot_id|>"));
 }
 
 /* The body ends where readable memory does. */

@@ -43,6 +43,12 @@ x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x
     } else if (format == X3_TOOLS_DEEPSEEK) {
         p->begin = "<｜tool▁calls▁begin｜>";
         p->end = "<｜tool▁calls▁end｜>";
+    } else if (format == X3_TOOLS_DSML) {
+        p->begin = "<｜DSML｜function_calls>";
+        p->end = "</｜DSML｜function_calls>";
+    } else if (format == X3_TOOLS_DSML_V4) {
+        p->begin = "<｜DSML｜tool_calls>";
+        p->end = "</｜DSML｜tool_calls>";
     }
     return X3_OK;
 }
@@ -63,17 +69,27 @@ void x3_reply_parts_free(x3_reply_parts *parts)
     x3_tool_calls_free(&parts->calls);
 }
 
+static bool is_text(const char *mark, const char *text, size_t n_bytes)
+{
+    return strlen(mark) == n_bytes && memcmp(mark, text, n_bytes) == 0;
+}
+
 bool x3_reply_parser_wants(const x3_reply_parser *p, const char *text, size_t n_bytes)
 {
-    static const char *const deepseek[] = {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-                                           "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"};
-    const char *marks[10] = {p->reasoning != X3_REASONING_NONE ? THINK : NULL, p->reasoning != X3_REASONING_NONE ? THINK_END : NULL,
-                             p->begin, p->end, p->format == X3_TOOLS_LLAMA ? PYTHON_TAG : NULL};
+    /* beside the think tags: tokens that marks are made of */
+    static const char *const marks[X3_TOOL_FORMATS][5] = {
+        [X3_TOOLS_TAGGED] = {"<tool_call>", "</tool_call>"},
+        [X3_TOOLS_DEEPSEEK] = {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+                               "<｜tool▁sep｜>"},
+        [X3_TOOLS_DSML] = {"｜DSML｜"},
+        [X3_TOOLS_DSML_V4] = {"｜DSML｜"},
+        [X3_TOOLS_LLAMA] = {PYTHON_TAG},
+    };
 
-    if (p->format == X3_TOOLS_DEEPSEEK)
-        memcpy(marks + 5, deepseek, sizeof deepseek);
-    for (size_t i = 0; i < 10; i++)
-        if (marks[i] != NULL && strlen(marks[i]) == n_bytes && memcmp(marks[i], text, n_bytes) == 0)
+    if (p->reasoning != X3_REASONING_NONE && (is_text(THINK, text, n_bytes) || is_text(THINK_END, text, n_bytes)))
+        return true;
+    for (size_t i = 0; i < 5; i++)
+        if (marks[p->format][i] != NULL && is_text(marks[p->format][i], text, n_bytes))
             return true;
     return false;
 }
