@@ -180,6 +180,46 @@ X3_TEST(reply_parser_leaves_broken_dsml_as_text)
     }
 }
 
+X3_TEST(reply_parser_reads_calls_of_mistral)
+{
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE,
+           "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"s\": \"],[\", \"n\": 1.50}, \"id\": \"abcdefghi\"} , "
+           "{\"arguments\": {}, \"name\": \"noop\"}]", "||f({\"s\": \"],[\", \"n\": 1.50})noop({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "Let me see.\n[TOOL_CALLS][{\"name\":\"f\",\"arguments\":{}}]\n", "|Let me see.|f({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "Both: [TOOL_CALLS]f[ARGS]{\"s\": \"[ARGS]\"}[TOOL_CALLS]noop[CALL_ID]abcdefghi[ARGS]{}",
+           "|Both:|f({\"s\": \"[ARGS]\"})noop({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[TOOL_CALLS]f{\"n\": 1}\n[TOOL_CALLS] g [ARGS]{}", "|[TOOL_CALLS] g [ARGS]{}|f({\"n\": 1})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_TAGS, "<think>a [TOOL_CALLS]</think>b [1] [TOOL_CALLS]f[ARGS]{}", "a [TOOL_CALLS]|b [1]|f({})");
+}
+
+X3_TEST(reply_parser_leaves_broken_calls_of_mistral_as_text)
+{
+    static const char *const bad[] = {
+        "a [TOOL_CALLS] [] b ",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][[]]",
+        "[TOOL_CALLS][1]",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}, {\"name\": 1}]",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}] and more",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": [1]}]",
+        "[TOOL_CALLS]f[ARGS]{\"n\": 1",
+        "[TOOL_CALLS]f[ARGS][1]",
+        "[TOOL_CALLS]f[CALL_ID]abcdefghi{}",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS][ARGS]{}",
+        "[TOOL_CALLS]{}",
+        "a [TOOL_CALLS]f g[ARGS]{}\n[TOOL_CALLS]h ",
+        "[TOOL_CALL",
+    };
+    char expected[200];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, bad[i], expected);
+    }
+}
+
 X3_TEST(reply_parser_reads_calls_of_llama)
 {
     expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "{\"name\": \"f\", \"parameters\": {\"n\": 1}}", "||f({\"n\": 1})");
@@ -196,6 +236,7 @@ X3_TEST(reply_parser_knows_formats_by_their_template)
     CHECK(x3_tool_format_of("a <｜tool▁calls▁begin｜> b") == X3_TOOLS_DEEPSEEK);
     CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'function_calls>'") == X3_TOOLS_DSML);
     CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'tool_calls>'") == X3_TOOLS_DSML_V4);
+    CHECK(x3_tool_format_of("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == X3_TOOLS_MISTRAL);
     CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
     CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
 }
@@ -219,6 +260,8 @@ X3_TEST(reply_parser_wants_the_special_tokens_of_its_marks)
     CHECK(!wants(X3_TOOLS_NONE, X3_REASONING_NONE, "<tool_call>") && !wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call"));
     CHECK(wants(X3_TOOLS_DEEPSEEK, X3_REASONING_NONE, "<｜tool▁sep｜>"));
     CHECK(wants(X3_TOOLS_DSML, X3_REASONING_NONE, "｜DSML｜") && wants(X3_TOOLS_DSML_V4, X3_REASONING_NONE, "｜DSML｜"));
+    CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[TOOL_CALLS]") && wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[ARGS]"));
+    CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[CALL_ID]") && !wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[INST]"));
     CHECK(wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|python_tag|>") && !wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|eot_id|>"));
 }
 

@@ -290,6 +290,14 @@ X3_TEST(serve_json_of_calls_and_reasoning_is_that_of_openai)
     CHECK(strcmp(x3_json_text_at(json, "choices.0.message.tool_calls.1.function.name"), "g") == 0);
     CHECK(strcmp(x3_json_text_at(json, "choices.0.message.tool_calls.1.id"), "call_0123456789_0_1") == 0);
     cJSON_Delete(json);
+    reply.request.tool_format = X3_TOOLS_MISTRAL;
+    CHECK_OK(x3_api_response(&reply, &json, &err), &err);
+    const char *first = x3_json_text_at(json, "choices.0.message.tool_calls.0.id");
+    const char *second = x3_json_text_at(json, "choices.0.message.tool_calls.1.id");
+    CHECK(strlen(first) == 9 && strlen(second) == 9 && strcmp(first, second) != 0);
+    CHECK(strspn(first, "0123456789abcdef") == 9);
+    cJSON_Delete(json);
+    reply.request.tool_format = X3_TOOLS_TAGGED;
     choice.n_calls = 0;
     CHECK_OK(x3_api_events(&choice, &events, &err), &err);
     CHECK_OK(x3_text_put(&events, "", 1, &err), &err);

@@ -18,7 +18,7 @@ struct x3_reply_parser {
     enum phase phase;
     bool skip_space;       /* at the beginning of what comes */
     bool has_calls;
-    const char *begin, *end; /* marks of calls; NULL: none */
+    const char *begin, *end; /* marks of calls; NULL: none; the same: the next call or the reply's end ends a call */
     const char *opened;    /* the mark that the call began with */
     x3_text held;          /* not yet decided about */
     x3_text gap;           /* white space before a call, which comes back when it is none */
@@ -49,6 +49,8 @@ x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x
     } else if (format == X3_TOOLS_DSML_V4) {
         p->begin = "<｜DSML｜tool_calls>";
         p->end = "</｜DSML｜tool_calls>";
+    } else if (format == X3_TOOLS_MISTRAL) {
+        p->begin = p->end = "[TOOL_CALLS]";
     }
     return X3_OK;
 }
@@ -83,6 +85,7 @@ bool x3_reply_parser_wants(const x3_reply_parser *p, const char *text, size_t n_
                                "<｜tool▁sep｜>"},
         [X3_TOOLS_DSML] = {"｜DSML｜"},
         [X3_TOOLS_DSML_V4] = {"｜DSML｜"},
+        [X3_TOOLS_MISTRAL] = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"},
         [X3_TOOLS_LLAMA] = {PYTHON_TAG},
     };
 
@@ -248,7 +251,7 @@ static x3_status run_call(x3_reply_parser *p, bool over, x3_reply_parts *out, bo
     if (end == SIZE_MAX && !over)
         return X3_OK;
     X3_TRY(rc, out, x3_tool_calls_parse(p->format, p->held.items, n, p->tools, &out->calls, &parsed, err));
-    n += end == SIZE_MAX ? 0 : strlen(p->end);
+    n += end == SIZE_MAX || p->end == p->begin ? 0 : strlen(p->end);
     if (!parsed) {
         X3_TRY(rc, out, x3_text_put(&out->content, p->gap.items, p->gap.n_items, err));
         X3_TRY(rc, out, x3_text_put(&out->content, p->opened, strlen(p->opened), err));

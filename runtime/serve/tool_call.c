@@ -18,6 +18,8 @@ x3_tool_format x3_tool_format_of(const char *t)
         return strstr(t, "function_calls>") != NULL ? X3_TOOLS_DSML : X3_TOOLS_DSML_V4;
     if (strstr(t, "<tool_call>") != NULL)
         return X3_TOOLS_TAGGED;
+    if (strstr(t, "[TOOL_CALLS]") != NULL)
+        return X3_TOOLS_MISTRAL;
     if (strstr(t, "<|python_tag|>") != NULL || strstr(t, "\"parameters\": ") != NULL)
         return X3_TOOLS_LLAMA;
     return X3_TOOLS_NONE;
@@ -365,6 +367,54 @@ out:
     return rc;
 }
 
+/* ---- Mistral ---- */
+
+static x3_status parse_array(x3_view body, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    cJSON *json = NULL;
+    x3_status rc = X3_OK;
+
+    *parsed = false;
+    if (x3_json_parse(&json, body.data, body.n_bytes, "", NULL) != X3_OK || !cJSON_IsArray(json))
+        goto out;
+    for (int i = 0, n = cJSON_GetArraySize(json); i < n; i++) {
+        size_t begin = skip_space(body, 1), end = skip_value(body, begin); /* 1: the bracket, or the comma */
+        X3_TRY(rc, out, parse_json((x3_view){body.data + begin, end - begin}, out, parsed, err));
+        if (!*parsed)
+            goto out;
+        end = skip_space(body, end);
+        body = (x3_view){body.data + end, body.n_bytes - end};
+    }
+out:
+    cJSON_Delete(json);
+    return rc;
+}
+
+static x3_status parse_mistral(x3_view body, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_view name, id;
+
+    *parsed = false;
+    body = trim(body);
+    if (body.n_bytes > 0 && body.data[0] == '[')
+        return parse_array(body, out, parsed, err);
+    name = (x3_view){body.data, 0};
+    while (name.n_bytes < body.n_bytes && strchr("[{< \t\r\n", body.data[name.n_bytes]) == NULL)
+        name.n_bytes++;
+    body = (x3_view){body.data + name.n_bytes, body.n_bytes - name.n_bytes};
+    if (skip(&body, "[CALL_ID]")) {
+        if (!cut(&body, "[ARGS]", &id))
+            return X3_OK;
+    } else {
+        skip(&body, "[ARGS]"); /* some leave it out */
+    }
+    body = trim(body);
+    if (name.n_bytes == 0 || !is_object(body))
+        return X3_OK;
+    *parsed = true;
+    return add_call(out, name, body, err);
+}
+
 /* ---- DeepSeek, Llama ---- */
 
 /* One call without its marks; false when it is none. */
@@ -443,6 +493,9 @@ x3_status x3_tool_calls_parse(x3_tool_format format, const char *body, size_t n_
     case X3_TOOLS_DSML:
     case X3_TOOLS_DSML_V4:
         rc = parse_dsml(view, tools, out, parsed, err);
+        break;
+    case X3_TOOLS_MISTRAL:
+        rc = parse_mistral(view, out, parsed, err);
         break;
     case X3_TOOLS_LLAMA:
         rc = parse_llama(view, out, parsed, err);

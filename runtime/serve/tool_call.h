@@ -9,6 +9,8 @@
  * DSML: what stands between <｜DSML｜function_calls> (DeepSeek V3.2) or <｜DSML｜tool_calls> (V4) and its end, for each call
  *   <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">value</｜DSML｜parameter></｜DSML｜invoke>;
  *   values that are no strings are JSON.
+ * Mistral: what follows [TOOL_CALLS]: [{"name": …, "arguments": {…}}, …], or NAME[ARGS]{…} or NAME[CALL_ID]ID[ARGS]{…} up to
+ *   the next [TOOL_CALLS].
  * Llama: the whole reply, {"name": …, "parameters": {…}}, several with ";" between them.
  * Threads: pure functions. */
 #ifndef X3_TOOL_CALL_H
@@ -24,9 +26,10 @@ typedef enum x3_tool_format {
     X3_TOOLS_DEEPSEEK,
     X3_TOOLS_DSML,
     X3_TOOLS_DSML_V4,
+    X3_TOOLS_MISTRAL,
     X3_TOOLS_LLAMA
 } x3_tool_format;
-#define X3_TOOL_FORMATS 6
+#define X3_TOOL_FORMATS 7
 
 typedef struct x3_tool_call {
     char *name, *arguments; /* arguments: the text of a JSON object */
