@@ -220,6 +220,104 @@ X3_TEST(reply_parser_leaves_broken_calls_of_mistral_as_text)
     }
 }
 
+X3_TEST(reply_parser_reads_channels_of_harmony)
+{
+    const x3_tool_format f = X3_TOOLS_HARMONY;
+
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|> Hm, \n so. \n<|end|><|start|>assistant<|channel|>final<|message|>Yes.\n",
+           "Hm, \n so.|Yes.\n|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>final<|message|>a <|b|> <|endless<|return|>\n", "|a <|b|> <|endless|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>",
+           "one\n\ntwo||");
+    expect(f, X3_REASONING_TAGS, "<|channel|>commentary<|message|>First \n<|end|><|start|>assistant<|channel|>final<|message|>then.",
+           "|First\n\nthen.|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>a<|start|>assistant<|message|>b", "a|b|"); /* an end forgotten */
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>never ends <|en", "never ends <|en||");
+    expect(f, X3_REASONING_TAGS, " to all: plain <|end|>", "| to all: plain|");
+    expect(f, X3_REASONING_TAGS, "", "||");
+    expect(f, X3_REASONING_NONE, "<|channel|>analysis<|message|>hm \n<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+           "|<|channel|>analysis<|message|>hm \n<|end|>Yes.|");
+}
+
+X3_TEST(reply_parser_reads_calls_of_harmony)
+{
+    const x3_tool_format f = X3_TOOLS_HARMONY;
+
+    expect(f, X3_REASONING_TAGS,
+           "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+           "<|constrain|>json<|message|>{\"s\": \"to=x\", \"n\": 1.50}<|call|>", "Need f.||f({\"s\": \"to=x\", \"n\": 1.50})");
+    expect(f, X3_REASONING_TAGS,
+           "<|channel|>commentary<|message|>Looking.\n<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+           "{}<|call|><|start|>assistant<|channel|>commentary to=functions.g<|message|> {\"a\": {}} ", "|Looking.|f({})g({\"a\": {}})");
+    expect(f, X3_REASONING_NONE, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "||f({})");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis to=noop code<|message|>{}<|end|>", "||noop({})");
+}
+
+X3_TEST(reply_parser_leaves_broken_harmony_as_text)
+{
+    static const char *const bad[] = {
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"n\": <|call|>",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>[1]<|call|>",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"n\": ",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions. json<|message|>{}<|call|>",
+        "<|channel|>analysis to=python code<|message|>{}<|call|>",
+        "<|channel|>commentary to= json<|message|>{}<|call|>",
+        "<|channel|>commentary to=functions.f",
+        "<|start|>assistant",
+        "<|channel|>fin",
+        "<|chan",
+        "to=",
+        " ",
+    };
+    char expected[200];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, bad[i], expected);
+    }
+    /* the head of nothing is text; the next message is read */
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|start|>assistant<|start|>assistant<|channel|>analysis<|message|>hm",
+           "hm|<|start|>assistant|");
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|channel|>final<|end|><|start|>assistant<|channel|>final<|message|>x",
+           "|<|channel|>final\n\nx|");
+}
+
+X3_TEST(reply_parser_leaves_calls_of_harmony_as_text_without_tools)
+{
+    static const char text[] = "<|channel|>commentary to=functions.f json<|message|>{}<|call|>";
+    x3_reply_parser *p;
+    x3_reply_parts parts = {0};
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, X3_TOOLS_HARMONY, X3_REASONING_TAGS, NULL, &err), &err);
+    CHECK_OK(x3_reply_parser_put(p, text, sizeof text - 1, &parts, &err), &err);
+    CHECK(parts.calls.n_items == 0 && parts.content.n_items == sizeof text - 1);
+    CHECK(memcmp(parts.content.items, text, sizeof text - 1) == 0);
+    x3_reply_parts_free(&parts);
+    x3_reply_parser_free(p);
+}
+
+/* What is out after every byte is a beginning of what is out in the end. */
+X3_TEST(reply_parser_streams_content_of_harmony_without_marks)
+{
+    static const char text[] = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes <|x|> no.<|return|>";
+    x3_reply_parser *p;
+    x3_reply_parts parts = {0};
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, X3_TOOLS_HARMONY, X3_REASONING_TAGS, NULL, &err), &err);
+    for (size_t i = 0; i + 1 < sizeof text; i++) {
+        CHECK_OK(x3_reply_parser_put(p, text + i, 1, &parts, &err), &err);
+        CHECK(parts.reasoning.n_items <= 2 && memcmp("hm", parts.reasoning.items == NULL ? "" : parts.reasoning.items, parts.reasoning.n_items) == 0);
+        CHECK(parts.content.n_items <= 13 && memcmp("Yes <|x|> no.", parts.content.items == NULL ? "" : parts.content.items, parts.content.n_items) == 0);
+        if (strncmp(text + i, "o.<|return|>", 12) == 0) /* all but what white space and marks may follow is out at once */
+            CHECK(parts.content.n_items == 12);
+    }
+    x3_reply_parts_free(&parts);
+    x3_reply_parser_free(p);
+}
+
 X3_TEST(reply_parser_reads_calls_of_llama)
 {
     expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "{\"name\": \"f\", \"parameters\": {\"n\": 1}}", "||f({\"n\": 1})");
@@ -237,6 +335,7 @@ X3_TEST(reply_parser_knows_formats_by_their_template)
     CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'function_calls>'") == X3_TOOLS_DSML);
     CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'tool_calls>'") == X3_TOOLS_DSML_V4);
     CHECK(x3_tool_format_of("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == X3_TOOLS_MISTRAL);
+    CHECK(x3_tool_format_of("<|start|>assistant<|channel|>final<|message|> + content") == X3_TOOLS_HARMONY);
     CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
     CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
 }
@@ -262,6 +361,8 @@ X3_TEST(reply_parser_wants_the_special_tokens_of_its_marks)
     CHECK(wants(X3_TOOLS_DSML, X3_REASONING_NONE, "｜DSML｜") && wants(X3_TOOLS_DSML_V4, X3_REASONING_NONE, "｜DSML｜"));
     CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[TOOL_CALLS]") && wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[ARGS]"));
     CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[CALL_ID]") && !wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[INST]"));
+    CHECK(wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|channel|>") && wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|return|>"));
+    CHECK(wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|constrain|>") && !wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|endoftext|>"));
     CHECK(wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|python_tag|>") && !wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|eot_id|>"));
 }
 

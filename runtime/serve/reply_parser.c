@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/serve/harmony.h"
 #include "runtime/serve/text_stream.h"
 
 #define THINK "<think>"
@@ -20,6 +21,7 @@ struct x3_reply_parser {
     bool has_calls;
     const char *begin, *end; /* marks of calls; NULL: none; the same: the next call or the reply's end ends a call */
     const char *opened;    /* the mark that the call began with */
+    x3_harmony harmony;
     x3_text held;          /* not yet decided about */
     x3_text gap;           /* white space before a call, which comes back when it is none */
 };
@@ -35,6 +37,7 @@ x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x
     p->format = format;
     p->reasoning = reasoning;
     p->tools = tools;
+    p->harmony = (x3_harmony){.tools = tools, .keep_marks = reasoning == X3_REASONING_NONE};
     p->phase = reasoning == X3_REASONING_OPEN ? PHASE_REASONING : PHASE_START;
     p->skip_space = reasoning == X3_REASONING_OPEN;
     if (format == X3_TOOLS_TAGGED) {
@@ -79,19 +82,20 @@ static bool is_text(const char *mark, const char *text, size_t n_bytes)
 bool x3_reply_parser_wants(const x3_reply_parser *p, const char *text, size_t n_bytes)
 {
     /* beside the think tags: tokens that marks are made of */
-    static const char *const marks[X3_TOOL_FORMATS][5] = {
+    static const char *const marks[X3_TOOL_FORMATS][7] = {
         [X3_TOOLS_TAGGED] = {"<tool_call>", "</tool_call>"},
         [X3_TOOLS_DEEPSEEK] = {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
                                "<｜tool▁sep｜>"},
         [X3_TOOLS_DSML] = {"｜DSML｜"},
         [X3_TOOLS_DSML_V4] = {"｜DSML｜"},
         [X3_TOOLS_MISTRAL] = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"},
+        [X3_TOOLS_HARMONY] = {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"},
         [X3_TOOLS_LLAMA] = {PYTHON_TAG},
     };
 
     if (p->reasoning != X3_REASONING_NONE && (is_text(THINK, text, n_bytes) || is_text(THINK_END, text, n_bytes)))
         return true;
-    for (size_t i = 0; i < 5; i++)
+    for (size_t i = 0; i < 7; i++)
         if (marks[p->format][i] != NULL && is_text(marks[p->format][i], text, n_bytes))
             return true;
     return false;
@@ -272,6 +276,8 @@ static x3_status run(x3_reply_parser *p, bool over, x3_reply_parts *out, x3_err 
     bool more = true;
     x3_status rc = X3_OK;
 
+    if (p->format == X3_TOOLS_HARMONY)
+        return x3_harmony_run(&p->harmony, &p->held, over, out, err);
     while (more && rc == X3_OK)
         switch (p->phase) {
         case PHASE_START:

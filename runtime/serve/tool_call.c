@@ -12,6 +12,8 @@
 
 x3_tool_format x3_tool_format_of(const char *t)
 {
+    if (strstr(t, "<|channel|>") != NULL && strstr(t, "<|message|>") != NULL)
+        return X3_TOOLS_HARMONY;
     if (strstr(t, "<｜tool▁calls▁begin｜>") != NULL)
         return X3_TOOLS_DEEPSEEK;
     if (strstr(t, DSML) != NULL) /* templates put the marks together from parts */
@@ -415,6 +417,27 @@ static x3_status parse_mistral(x3_view body, x3_tool_calls *out, bool *parsed, x
     return add_call(out, name, body, err);
 }
 
+/* ---- gpt-oss ---- */
+
+static x3_status parse_harmony(x3_view body, const cJSON *tools, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_view head, before, name;
+
+    *parsed = false;
+    if (!cut(&body, "<|message|>", &head) || !cut(&head, "to=", &before))
+        return X3_OK;
+    name = (x3_view){head.data, 0};
+    while (name.n_bytes < head.n_bytes && strchr("< \t\r\n", head.data[name.n_bytes]) == NULL)
+        name.n_bytes++;
+    if (!skip(&name, "functions.") && find_tool(tools, name) == NULL) /* python, browser.search */
+        return X3_OK;
+    body = trim(body);
+    if (name.n_bytes == 0 || !is_object(body))
+        return X3_OK;
+    *parsed = true;
+    return add_call(out, name, body, err);
+}
+
 /* ---- DeepSeek, Llama ---- */
 
 /* One call without its marks; false when it is none. */
@@ -496,6 +519,9 @@ x3_status x3_tool_calls_parse(x3_tool_format format, const char *body, size_t n_
         break;
     case X3_TOOLS_MISTRAL:
         rc = parse_mistral(view, out, parsed, err);
+        break;
+    case X3_TOOLS_HARMONY:
+        rc = parse_harmony(view, tools, out, parsed, err);
         break;
     case X3_TOOLS_LLAMA:
         rc = parse_llama(view, out, parsed, err);

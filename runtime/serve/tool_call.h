@@ -11,6 +11,7 @@
  *   values that are no strings are JSON.
  * Mistral: what follows [TOOL_CALLS]: [{"name": …, "arguments": {…}}, …], or NAME[ARGS]{…} or NAME[CALL_ID]ID[ARGS]{…} up to
  *   the next [TOOL_CALLS].
+ * Harmony (gpt-oss): a message before its <|call|>: a head with to=functions.NAME, then <|message|>{…}.
  * Llama: the whole reply, {"name": …, "parameters": {…}}, several with ";" between them.
  * Threads: pure functions. */
 #ifndef X3_TOOL_CALL_H
@@ -27,9 +28,10 @@ typedef enum x3_tool_format {
     X3_TOOLS_DSML,
     X3_TOOLS_DSML_V4,
     X3_TOOLS_MISTRAL,
+    X3_TOOLS_HARMONY,
     X3_TOOLS_LLAMA
 } x3_tool_format;
-#define X3_TOOL_FORMATS 7
+#define X3_TOOL_FORMATS 8
 
 typedef struct x3_tool_call {
     char *name, *arguments; /* arguments: the text of a JSON object */
