@@ -268,6 +268,7 @@ X3_TEST(reply_parser_leaves_broken_harmony_as_text)
         "<|channel|>fin",
         "<|chan",
         "to=",
+        " to=all of it",
         " ",
     };
     char expected[200];
@@ -279,6 +280,7 @@ X3_TEST(reply_parser_leaves_broken_harmony_as_text)
     /* the head of nothing is text; the next message is read */
     expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|start|>assistant<|start|>assistant<|channel|>analysis<|message|>hm",
            "hm|<|start|>assistant|");
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "\rto=fun<|return|> .", "|\rto=fun\n\n.|"); /* found by the fuzzer */
     expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|channel|>final<|end|><|start|>assistant<|channel|>final<|message|>x",
            "|<|channel|>final\n\nx|");
 }

@@ -121,16 +121,15 @@ static x3_status run_head(x3_harmony *h, x3_text *held, bool over, x3_reply_part
     int head = begins_head(held);
     if (held->n_items == 0 || (head == 0 && !over))
         return X3_OK;
-    h->any = *more = true;
-    h->phase = X3_HARMONY_CONTENT;
-    if (head != 1)
-        return X3_OK;
     size_t start = find(held, n_white(held), held->n_items, START), own = start == n_white(held) ? start + strlen(START) : 0;
     size_t end = find_end(held, own, &n_mark), message = find(held, 0, held->n_items, MESSAGE);
-    if (message == SIZE_MAX && end == SIZE_MAX && !over) {
-        h->phase = X3_HARMONY_HEAD;
-        *more = false;
+    if (head == 1 && message == SIZE_MAX && end == SIZE_MAX && !over)
+        return X3_OK;
+    h->any = *more = true;
+    if (head != 1) {
+        h->phase = X3_HARMONY_CONTENT;
     } else if (message == SIZE_MAX || message > end) { /* no head: text */
+        h->phase = X3_HARMONY_CONTENT;
         X3_TRY(rc, out, put_content(h, held->items, own, out, err));
         drop(held, own);
     } else {
