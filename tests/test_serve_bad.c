@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "formats/io.h"
 #include "formats/json.h"
 #include "runtime/serve/server_json.h"
 #include "tests/http_client.h"
@@ -261,6 +262,38 @@ X3_TEST(serve_keeps_a_connection_for_several_requests)
     }
     close(fd);
     x3_test_server_close(&at);
+}
+
+/* ---- what a request looks for in its reply ---- */
+
+static void check_format(const char *template, const char *body, x3_tool_format format, x3_reasoning reasoning)
+{
+    const char *path = x3_test_path(x3_test_temp_dir(), "t.jinja");
+    x3_chat_template *t;
+    x3_server_options o = {0};
+    x3_api_request r = {.chat = true};
+    x3_api_error e = {0};
+
+    CHECK_OK(x3_write_file(path, template, strlen(template), &e.err), &e.err);
+    CHECK_OK(x3_chat_template_open(&t, MODEL, path, &e.err), &e.err);
+    o.template = t;
+    r.body = cJSON_Parse(body);
+    CHECK_OK(x3_api_messages(&r, &o, &e), &e.err);
+    CHECK_MSG(r.tool_format == format && r.reasoning == reasoning, "%s: %d, %d", body, (int)r.tool_format, (int)r.reasoning);
+    x3_api_request_free(&r);
+    x3_chat_template_free(t);
+}
+
+X3_TEST(serve_reads_channels_without_tools_but_calls_only_with_them)
+{
+    static const char harmony[] = "{{ tools }}<|start|>assistant<|channel|>final<|message|>", mistral[] = "{{ tools }}[TOOL_CALLS]";
+    static const char tools[] = "{" HI ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}]}";
+
+    check_format(harmony, "{" HI "}", X3_TOOLS_HARMONY, X3_REASONING_TAGS);
+    check_format(harmony, tools, X3_TOOLS_HARMONY, X3_REASONING_TAGS);
+    check_format(harmony, "{" HI ",\"reasoning_format\":\"none\"}", X3_TOOLS_HARMONY, X3_REASONING_NONE);
+    check_format(mistral, "{" HI "}", X3_TOOLS_NONE, X3_REASONING_NONE);
+    check_format(mistral, tools, X3_TOOLS_MISTRAL, X3_REASONING_NONE);
 }
 
 /* ---- the shape of replies that the demo model does not write ---- */
