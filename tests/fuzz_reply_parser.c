@@ -24,10 +24,11 @@ static x3_text parse(const char *text, size_t n_bytes, uint8_t kind, size_t step
     x3_text_stream *s;
     x3_text ready = {0}, all = {0};
     bool stopped = false;
+    cJSON *tools = cJSON_Parse("[{\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"}}}}}]");
     x3_err err = {0};
 
-    must(x3_text_stream_create(&s, stops, kind >> 4 & 1, &err) == X3_OK);
-    must(x3_reply_parser_create(&p, kind & 3, (kind >> 2 & 3) % 3, NULL, &err) == X3_OK);
+    must(x3_text_stream_create(&s, stops, kind >> 5 & 1, &err) == X3_OK);
+    must(x3_reply_parser_create(&p, (kind & 7) % X3_TOOL_FORMATS, (kind >> 3 & 3) % 3, kind >> 6 & 1 ? tools : NULL, &err) == X3_OK);
     for (size_t at = 0; at < n_bytes && !stopped; at += step) {
         size_t n = n_bytes - at < step ? n_bytes - at : step;
         ready.n_items = 0;
@@ -54,6 +55,7 @@ static x3_text parse(const char *text, size_t n_bytes, uint8_t kind, size_t step
     x3_reply_parser_free(p);
     x3_text_stream_free(s);
     x3_text_free(&ready);
+    cJSON_Delete(tools);
     return all;
 }
 

@@ -12,8 +12,8 @@ static const char tools_text[] =
     "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},"
     "\"n\":{\"type\":\"integer\"},\"o\":{\"type\":\"object\"}}}}},{\"type\":\"function\",\"function\":{\"name\":\"noop\"}}]";
 
-/* Puts a reply in pieces of `step` bytes; returns reasoning, content and calls as "R|C|name(arguments)…". */
-static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *text, size_t step)
+/* Puts a reply in pieces of `step` bytes but for the first; returns reasoning, content and calls as "R|C|name(arguments)…". */
+static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *text, size_t first, size_t step)
 {
     cJSON *tools = cJSON_Parse(tools_text);
     x3_reply_parser *p;
@@ -22,8 +22,10 @@ static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *te
     x3_err err = {0};
 
     CHECK_OK(x3_reply_parser_create(&p, format, reasoning, tools, &err), &err);
-    for (size_t at = 0, n = strlen(text); at < n; at += step)
-        CHECK_OK(x3_reply_parser_put(p, text + at, x3_min_size(step, n - at), &parts, &err), &err);
+    for (size_t at = 0, n = strlen(text), next; at < n; at += next, first = step) {
+        next = x3_min_size(first, n - at);
+        CHECK_OK(x3_reply_parser_put(p, text + at, next, &parts, &err), &err);
+    }
     CHECK_OK(x3_reply_parser_end(p, &parts, &err), &err);
     CHECK_OK(x3_text_put(&all, parts.reasoning.items, parts.reasoning.n_items, &err), &err);
     CHECK_OK(x3_text_put(&all, "|", 1, &err), &err);
@@ -41,13 +43,16 @@ static char *parse(x3_tool_format format, x3_reasoning reasoning, const char *te
     return all.items;
 }
 
+/* In pieces of one to seven bytes, whole, and in two pieces cut at every byte. */
 static void expect(x3_tool_format format, x3_reasoning reasoning, const char *text, const char *expected)
 {
     static const size_t steps[] = {1, 2, 3, 7, 1000};
 
-    for (size_t i = 0; i < 5; i++) {
-        char *got = parse(format, reasoning, text, steps[i]);
-        CHECK_MSG(strcmp(got, expected) == 0, "%s\nin pieces of %zu gives\n%s\nexpected\n%s", text, steps[i], got, expected);
+    for (size_t i = 0; i < 5 + strlen(text); i++) {
+        size_t step = i < 5 ? steps[i] : SIZE_MAX, first = i < 5 ? step : i - 5;
+        char *got = parse(format, reasoning, text, first, step);
+        CHECK_MSG(strcmp(got, expected) == 0, "%s\nin pieces of %zu, then %zu gives\n%s\nexpected\n%s", text, first, step, got,
+                  expected);
         free(got);
     }
 }
@@ -133,6 +138,188 @@ X3_TEST(reply_parser_reads_calls_of_deepseek)
            "<｜tool▁calls▁end｜>|");
 }
 
+X3_TEST(reply_parser_reads_calls_of_dsml)
+{
+    expect(X3_TOOLS_DSML, X3_REASONING_OPEN,
+           "hm\n</think>Let me look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" "
+           "string=\"true\"> 12 \"x\"\n</｜DSML｜parameter>\n<｜DSML｜parameter name=\"n\" string=\"false\">1.50</｜DSML｜parameter>\n"
+           "<｜DSML｜parameter name=\"o\" string=\"false\">{\"a\": [1, \"b\"]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+           "<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+           "hm|Let me look.|f({\"s\": \" 12 \\\"x\\\"\\n\", \"n\": 1.50, \"o\": {\"a\": [1, \"b\"]}})noop({})");
+    expect(X3_TOOLS_DSML_V4, X3_REASONING_NONE,
+           "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"s\" string=\"true\">true</｜DSML｜parameter>\n"
+           "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", "||f({\"s\": \"true\"})");
+    /* where the mark of a string is missing, the tool says what it is; the end of the reply ends the calls */
+    expect(X3_TOOLS_DSML, X3_REASONING_NONE,
+           "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\">1</｜DSML｜parameter><｜DSML｜parameter "
+           "name=\"n\">1</｜DSML｜parameter></｜DSML｜invoke>", "||f({\"s\": \"1\", \"n\": 1})");
+}
+
+X3_TEST(reply_parser_leaves_broken_dsml_as_text)
+{
+    static const char *const bad[] = {
+        "a \n\n<｜DSML｜function_calls>\n</｜DSML｜function_calls> b ",
+        "<｜DSML｜function_calls>f</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"\"></｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"></｜DSML｜invoke>, too</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"maybe\">1</｜DSML｜parameter>"
+        "</｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"true\">1</｜DSML｜invoke>"
+        "</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\"><｜DSML｜parameter name=\"s\" string=\"true\">1</｜DSML｜parameter>"
+        "<｜DSML｜parameter name=\"s\" string=\"true\">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+        "<｜DSML｜function_calls><｜DSML｜invoke name=\"f\">",
+        "<｜DSML｜function_",
+    };
+    char expected[400];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_DSML, X3_REASONING_NONE, bad[i], expected);
+    }
+}
+
+X3_TEST(reply_parser_reads_calls_of_mistral)
+{
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE,
+           "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"s\": \"],[\", \"n\": 1.50}, \"id\": \"abcdefghi\"} , "
+           "{\"arguments\": {}, \"name\": \"noop\"}]", "||f({\"s\": \"],[\", \"n\": 1.50})noop({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "Let me see.\n[TOOL_CALLS][{\"name\":\"f\",\"arguments\":{}}]\n", "|Let me see.|f({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "Both: [TOOL_CALLS]f[ARGS]{\"s\": \"[ARGS]\"}[TOOL_CALLS]noop[CALL_ID]abcdefghi[ARGS]{}",
+           "|Both:|f({\"s\": \"[ARGS]\"})noop({})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[TOOL_CALLS]f{\"n\": 1}\n[TOOL_CALLS] g [ARGS]{}", "|[TOOL_CALLS] g [ARGS]{}|f({\"n\": 1})");
+    expect(X3_TOOLS_MISTRAL, X3_REASONING_TAGS, "<think>a [TOOL_CALLS]</think>b [1] [TOOL_CALLS]f[ARGS]{}", "a [TOOL_CALLS]|b [1]|f({})");
+}
+
+X3_TEST(reply_parser_leaves_broken_calls_of_mistral_as_text)
+{
+    static const char *const bad[] = {
+        "a [TOOL_CALLS] [] b ",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][[]]",
+        "[TOOL_CALLS][1]",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}, {\"name\": 1}]",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}] and more",
+        "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": [1]}]",
+        "[TOOL_CALLS]f[ARGS]{\"n\": 1",
+        "[TOOL_CALLS]f[ARGS][1]",
+        "[TOOL_CALLS]f[CALL_ID]abcdefghi{}",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS][ARGS]{}",
+        "[TOOL_CALLS]{}",
+        "a [TOOL_CALLS]f g[ARGS]{}\n[TOOL_CALLS]h ",
+        "[TOOL_CALL",
+    };
+    char expected[200];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_MISTRAL, X3_REASONING_NONE, bad[i], expected);
+    }
+}
+
+X3_TEST(reply_parser_reads_channels_of_harmony)
+{
+    const x3_tool_format f = X3_TOOLS_HARMONY;
+
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|> Hm, \n so. \n<|end|><|start|>assistant<|channel|>final<|message|>Yes.\n",
+           "Hm, \n so.|Yes.\n|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>final<|message|>a <|b|> <|endless<|return|>\n", "|a <|b|> <|endless|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>",
+           "one\n\ntwo||");
+    expect(f, X3_REASONING_TAGS, "<|channel|>commentary<|message|>First \n<|end|><|start|>assistant<|channel|>final<|message|>then.",
+           "|First\n\nthen.|");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>a<|start|>assistant<|message|>b", "a|b|"); /* an end forgotten */
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis<|message|>never ends <|en", "never ends <|en||");
+    expect(f, X3_REASONING_TAGS, " to all: plain <|end|>", "| to all: plain|");
+    expect(f, X3_REASONING_TAGS, "", "||");
+    expect(f, X3_REASONING_NONE, "<|channel|>analysis<|message|>hm \n<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+           "|<|channel|>analysis<|message|>hm \n<|end|>Yes.|");
+}
+
+X3_TEST(reply_parser_reads_calls_of_harmony)
+{
+    const x3_tool_format f = X3_TOOLS_HARMONY;
+
+    expect(f, X3_REASONING_TAGS,
+           "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+           "<|constrain|>json<|message|>{\"s\": \"to=x\", \"n\": 1.50}<|call|>", "Need f.||f({\"s\": \"to=x\", \"n\": 1.50})");
+    expect(f, X3_REASONING_TAGS,
+           "<|channel|>commentary<|message|>Looking.\n<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+           "{}<|call|><|start|>assistant<|channel|>commentary to=functions.g<|message|> {\"a\": {}} ", "|Looking.|f({})g({\"a\": {}})");
+    expect(f, X3_REASONING_NONE, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "||f({})");
+    expect(f, X3_REASONING_TAGS, "<|channel|>analysis to=noop code<|message|>{}<|end|>", "||noop({})");
+}
+
+X3_TEST(reply_parser_leaves_broken_harmony_as_text)
+{
+    static const char *const bad[] = {
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"n\": <|call|>",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>[1]<|call|>",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"n\": ",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions. json<|message|>{}<|call|>",
+        "<|channel|>analysis to=python code<|message|>{}<|call|>",
+        "<|channel|>commentary to= json<|message|>{}<|call|>",
+        "<|channel|>commentary to=functions.f",
+        "<|start|>assistant",
+        "<|channel|>fin",
+        "<|chan",
+        "to=",
+        " to=all of it",
+        " ",
+    };
+    char expected[200];
+
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        snprintf(expected, sizeof expected, "|%s|", bad[i]);
+        expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, bad[i], expected);
+    }
+    /* the head of nothing is text; the next message is read */
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|start|>assistant<|start|>assistant<|channel|>analysis<|message|>hm",
+           "hm|<|start|>assistant|");
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "\rto=fun<|return|> .", "|\rto=fun\n\n.|"); /* found by the fuzzer */
+    expect(X3_TOOLS_HARMONY, X3_REASONING_TAGS, "<|channel|>final<|end|><|start|>assistant<|channel|>final<|message|>x",
+           "|<|channel|>final\n\nx|");
+}
+
+X3_TEST(reply_parser_leaves_calls_of_harmony_as_text_without_tools)
+{
+    static const char text[] = "<|channel|>commentary to=functions.f json<|message|>{}<|call|>";
+    x3_reply_parser *p;
+    x3_reply_parts parts = {0};
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, X3_TOOLS_HARMONY, X3_REASONING_TAGS, NULL, &err), &err);
+    CHECK_OK(x3_reply_parser_put(p, text, sizeof text - 1, &parts, &err), &err);
+    CHECK(parts.calls.n_items == 0 && parts.content.n_items == sizeof text - 1);
+    CHECK(memcmp(parts.content.items, text, sizeof text - 1) == 0);
+    x3_reply_parts_free(&parts);
+    x3_reply_parser_free(p);
+}
+
+/* What is out after every byte is a beginning of what is out in the end. */
+X3_TEST(reply_parser_streams_content_of_harmony_without_marks)
+{
+    static const char text[] = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes <|x|> no.<|return|>";
+    x3_reply_parser *p;
+    x3_reply_parts parts = {0};
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, X3_TOOLS_HARMONY, X3_REASONING_TAGS, NULL, &err), &err);
+    for (size_t i = 0; i + 1 < sizeof text; i++) {
+        CHECK_OK(x3_reply_parser_put(p, text + i, 1, &parts, &err), &err);
+        CHECK(parts.reasoning.n_items <= 2 && memcmp("hm", parts.reasoning.items == NULL ? "" : parts.reasoning.items, parts.reasoning.n_items) == 0);
+        CHECK(parts.content.n_items <= 13 && memcmp("Yes <|x|> no.", parts.content.items == NULL ? "" : parts.content.items, parts.content.n_items) == 0);
+        if (strncmp(text + i, "o.<|return|>", 12) == 0) /* all but what white space and marks may follow is out at once */
+            CHECK(parts.content.n_items == 12);
+    }
+    x3_reply_parts_free(&parts);
+    x3_reply_parser_free(p);
+}
+
 X3_TEST(reply_parser_reads_calls_of_llama)
 {
     expect(X3_TOOLS_LLAMA, X3_REASONING_NONE, "{\"name\": \"f\", \"parameters\": {\"n\": 1}}", "||f({\"n\": 1})");
@@ -147,8 +334,38 @@ X3_TEST(reply_parser_knows_formats_by_their_template)
 {
     CHECK(x3_tool_format_of("a <tool_call> b") == X3_TOOLS_TAGGED);
     CHECK(x3_tool_format_of("a <｜tool▁calls▁begin｜> b") == X3_TOOLS_DEEPSEEK);
+    CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'function_calls>'") == X3_TOOLS_DSML);
+    CHECK(x3_tool_format_of("{%- set d = '｜DSML｜' %}'<' + d + 'tool_calls>'") == X3_TOOLS_DSML_V4);
+    CHECK(x3_tool_format_of("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}") == X3_TOOLS_MISTRAL);
+    CHECK(x3_tool_format_of("<|start|>assistant<|channel|>final<|message|> + content") == X3_TOOLS_HARMONY);
     CHECK(x3_tool_format_of("{\"name\": function name, \"parameters\": dictionary}") == X3_TOOLS_LLAMA);
     CHECK(x3_tool_format_of("{{ messages }}") == X3_TOOLS_NONE);
+}
+
+static bool wants(x3_tool_format format, x3_reasoning reasoning, const char *token)
+{
+    x3_reply_parser *p;
+    x3_err err = {0};
+
+    CHECK_OK(x3_reply_parser_create(&p, format, reasoning, NULL, &err), &err);
+    bool yes = x3_reply_parser_wants(p, token, strlen(token));
+    x3_reply_parser_free(p);
+    return yes;
+}
+
+X3_TEST(reply_parser_wants_the_special_tokens_of_its_marks)
+{
+    CHECK(wants(X3_TOOLS_TAGGED, X3_REASONING_TAGS, "<think>") && wants(X3_TOOLS_TAGGED, X3_REASONING_OPEN, "</think>"));
+    CHECK(!wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<think>") && !wants(X3_TOOLS_TAGGED, X3_REASONING_TAGS, "<|im_end|>"));
+    CHECK(wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call>") && wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "</tool_call>"));
+    CHECK(!wants(X3_TOOLS_NONE, X3_REASONING_NONE, "<tool_call>") && !wants(X3_TOOLS_TAGGED, X3_REASONING_NONE, "<tool_call"));
+    CHECK(wants(X3_TOOLS_DEEPSEEK, X3_REASONING_NONE, "<｜tool▁sep｜>"));
+    CHECK(wants(X3_TOOLS_DSML, X3_REASONING_NONE, "｜DSML｜") && wants(X3_TOOLS_DSML_V4, X3_REASONING_NONE, "｜DSML｜"));
+    CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[TOOL_CALLS]") && wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[ARGS]"));
+    CHECK(wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[CALL_ID]") && !wants(X3_TOOLS_MISTRAL, X3_REASONING_NONE, "[INST]"));
+    CHECK(wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|channel|>") && wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|return|>"));
+    CHECK(wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|constrain|>") && !wants(X3_TOOLS_HARMONY, X3_REASONING_NONE, "<|endoftext|>"));
+    CHECK(wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|python_tag|>") && !wants(X3_TOOLS_LLAMA, X3_REASONING_NONE, "<|eot_id|>"));
 }
 
 /* The body ends where readable memory does. */

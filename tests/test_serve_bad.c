@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "formats/io.h"
 #include "formats/json.h"
 #include "runtime/serve/server_json.h"
 #include "tests/http_client.h"
@@ -263,6 +264,38 @@ X3_TEST(serve_keeps_a_connection_for_several_requests)
     x3_test_server_close(&at);
 }
 
+/* ---- what a request looks for in its reply ---- */
+
+static void check_format(const char *template, const char *body, x3_tool_format format, x3_reasoning reasoning)
+{
+    const char *path = x3_test_path(x3_test_temp_dir(), "t.jinja");
+    x3_chat_template *t;
+    x3_server_options o = {0};
+    x3_api_request r = {.chat = true};
+    x3_api_error e = {0};
+
+    CHECK_OK(x3_write_file(path, template, strlen(template), &e.err), &e.err);
+    CHECK_OK(x3_chat_template_open(&t, MODEL, path, &e.err), &e.err);
+    o.template = t;
+    r.body = cJSON_Parse(body);
+    CHECK_OK(x3_api_messages(&r, &o, &e), &e.err);
+    CHECK_MSG(r.tool_format == format && r.reasoning == reasoning, "%s: %d, %d", body, (int)r.tool_format, (int)r.reasoning);
+    x3_api_request_free(&r);
+    x3_chat_template_free(t);
+}
+
+X3_TEST(serve_reads_channels_without_tools_but_calls_only_with_them)
+{
+    static const char harmony[] = "{{ tools }}<|start|>assistant<|channel|>final<|message|>", mistral[] = "{{ tools }}[TOOL_CALLS]";
+    static const char tools[] = "{" HI ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}]}";
+
+    check_format(harmony, "{" HI "}", X3_TOOLS_HARMONY, X3_REASONING_TAGS);
+    check_format(harmony, tools, X3_TOOLS_HARMONY, X3_REASONING_TAGS);
+    check_format(harmony, "{" HI ",\"reasoning_format\":\"none\"}", X3_TOOLS_HARMONY, X3_REASONING_NONE);
+    check_format(mistral, "{" HI "}", X3_TOOLS_NONE, X3_REASONING_NONE);
+    check_format(mistral, tools, X3_TOOLS_MISTRAL, X3_REASONING_NONE);
+}
+
 /* ---- the shape of replies that the demo model does not write ---- */
 
 X3_TEST(serve_json_of_calls_and_reasoning_is_that_of_openai)
@@ -290,6 +323,14 @@ X3_TEST(serve_json_of_calls_and_reasoning_is_that_of_openai)
     CHECK(strcmp(x3_json_text_at(json, "choices.0.message.tool_calls.1.function.name"), "g") == 0);
     CHECK(strcmp(x3_json_text_at(json, "choices.0.message.tool_calls.1.id"), "call_0123456789_0_1") == 0);
     cJSON_Delete(json);
+    reply.request.tool_format = X3_TOOLS_MISTRAL;
+    CHECK_OK(x3_api_response(&reply, &json, &err), &err);
+    const char *first = x3_json_text_at(json, "choices.0.message.tool_calls.0.id");
+    const char *second = x3_json_text_at(json, "choices.0.message.tool_calls.1.id");
+    CHECK(strlen(first) == 9 && strlen(second) == 9 && strcmp(first, second) != 0);
+    CHECK(strspn(first, "0123456789abcdef") == 9);
+    cJSON_Delete(json);
+    reply.request.tool_format = X3_TOOLS_TAGGED;
     choice.n_calls = 0;
     CHECK_OK(x3_api_events(&choice, &events, &err), &err);
     CHECK_OK(x3_text_put(&events, "", 1, &err), &err);

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/serve/harmony.h"
 #include "runtime/serve/text_stream.h"
 
 #define THINK "<think>"
@@ -18,8 +19,9 @@ struct x3_reply_parser {
     enum phase phase;
     bool skip_space;       /* at the beginning of what comes */
     bool has_calls;
-    const char *begin, *end; /* marks of calls; NULL: none */
+    const char *begin, *end; /* marks of calls; NULL: none; the same: the next call or the reply's end ends a call */
     const char *opened;    /* the mark that the call began with */
+    x3_harmony harmony;
     x3_text held;          /* not yet decided about */
     x3_text gap;           /* white space before a call, which comes back when it is none */
 };
@@ -35,6 +37,7 @@ x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x
     p->format = format;
     p->reasoning = reasoning;
     p->tools = tools;
+    p->harmony = (x3_harmony){.tools = tools, .keep_marks = reasoning == X3_REASONING_NONE};
     p->phase = reasoning == X3_REASONING_OPEN ? PHASE_REASONING : PHASE_START;
     p->skip_space = reasoning == X3_REASONING_OPEN;
     if (format == X3_TOOLS_TAGGED) {
@@ -43,6 +46,14 @@ x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x
     } else if (format == X3_TOOLS_DEEPSEEK) {
         p->begin = "<｜tool▁calls▁begin｜>";
         p->end = "<｜tool▁calls▁end｜>";
+    } else if (format == X3_TOOLS_DSML) {
+        p->begin = "<｜DSML｜function_calls>";
+        p->end = "</｜DSML｜function_calls>";
+    } else if (format == X3_TOOLS_DSML_V4) {
+        p->begin = "<｜DSML｜tool_calls>";
+        p->end = "</｜DSML｜tool_calls>";
+    } else if (format == X3_TOOLS_MISTRAL) {
+        p->begin = p->end = "[TOOL_CALLS]";
     }
     return X3_OK;
 }
@@ -63,17 +74,29 @@ void x3_reply_parts_free(x3_reply_parts *parts)
     x3_tool_calls_free(&parts->calls);
 }
 
+static bool is_text(const char *mark, const char *text, size_t n_bytes)
+{
+    return strlen(mark) == n_bytes && memcmp(mark, text, n_bytes) == 0;
+}
+
 bool x3_reply_parser_wants(const x3_reply_parser *p, const char *text, size_t n_bytes)
 {
-    static const char *const deepseek[] = {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-                                           "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"};
-    const char *marks[10] = {p->reasoning != X3_REASONING_NONE ? THINK : NULL, p->reasoning != X3_REASONING_NONE ? THINK_END : NULL,
-                             p->begin, p->end, p->format == X3_TOOLS_LLAMA ? PYTHON_TAG : NULL};
+    /* beside the think tags: tokens that marks are made of */
+    static const char *const marks[X3_TOOL_FORMATS][7] = {
+        [X3_TOOLS_TAGGED] = {"<tool_call>", "</tool_call>"},
+        [X3_TOOLS_DEEPSEEK] = {"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+                               "<｜tool▁sep｜>"},
+        [X3_TOOLS_DSML] = {"｜DSML｜"},
+        [X3_TOOLS_DSML_V4] = {"｜DSML｜"},
+        [X3_TOOLS_MISTRAL] = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"},
+        [X3_TOOLS_HARMONY] = {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"},
+        [X3_TOOLS_LLAMA] = {PYTHON_TAG},
+    };
 
-    if (p->format == X3_TOOLS_DEEPSEEK)
-        memcpy(marks + 5, deepseek, sizeof deepseek);
-    for (size_t i = 0; i < 10; i++)
-        if (marks[i] != NULL && strlen(marks[i]) == n_bytes && memcmp(marks[i], text, n_bytes) == 0)
+    if (p->reasoning != X3_REASONING_NONE && (is_text(THINK, text, n_bytes) || is_text(THINK_END, text, n_bytes)))
+        return true;
+    for (size_t i = 0; i < 7; i++)
+        if (marks[p->format][i] != NULL && is_text(marks[p->format][i], text, n_bytes))
             return true;
     return false;
 }
@@ -232,7 +255,7 @@ static x3_status run_call(x3_reply_parser *p, bool over, x3_reply_parts *out, bo
     if (end == SIZE_MAX && !over)
         return X3_OK;
     X3_TRY(rc, out, x3_tool_calls_parse(p->format, p->held.items, n, p->tools, &out->calls, &parsed, err));
-    n += end == SIZE_MAX ? 0 : strlen(p->end);
+    n += end == SIZE_MAX || p->end == p->begin ? 0 : strlen(p->end);
     if (!parsed) {
         X3_TRY(rc, out, x3_text_put(&out->content, p->gap.items, p->gap.n_items, err));
         X3_TRY(rc, out, x3_text_put(&out->content, p->opened, strlen(p->opened), err));
@@ -253,6 +276,8 @@ static x3_status run(x3_reply_parser *p, bool over, x3_reply_parts *out, x3_err 
     bool more = true;
     x3_status rc = X3_OK;
 
+    if (p->format == X3_TOOLS_HARMONY)
+        return x3_harmony_run(&p->harmony, &p->held, over, out, err);
     while (more && rc == X3_OK)
         switch (p->phase) {
         case PHASE_START:

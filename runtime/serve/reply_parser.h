@@ -20,7 +20,8 @@ typedef struct x3_reply_parts {
     x3_tool_calls calls;
 } x3_reply_parts;
 
-/* `tools` is the request's list, borrowed; X3_TOOLS_NONE leaves calls in the text. */
+/* `tools` is the request's list, borrowed; X3_TOOLS_NONE leaves calls in the text. X3_TOOLS_HARMONY is for requests without
+ * tools, too: all that such a model writes is in channels, which X3_REASONING_NONE does not look for reasoning in. */
 x3_status x3_reply_parser_create(x3_reply_parser **out, x3_tool_format format, x3_reasoning reasoning, const cJSON *tools,
                                  x3_err *err) X3_MUST;
 void x3_reply_parser_free(x3_reply_parser *p);

@@ -136,6 +136,18 @@ static void add_logprobs(x3_status *rc, cJSON *choice, const x3_api_choice *c, x
 
 /* ---- parts ---- */
 
+/* Templates of Mistral refuse an id that has not just 9 letters and digits. */
+static void make_call_id(char *id, size_t room, const x3_api_choice *c, size_t index)
+{
+    char hex[17];
+
+    snprintf(id, room, "call_%.30s_%zu_%zu", strchr(c->reply->id, '-') + 1, (size_t)(c - c->reply->choices), index);
+    if (c->reply->request.tool_format != X3_TOOLS_MISTRAL)
+        return;
+    x3_hash_text(x3_hash(id, strlen(id)), hex);
+    snprintf(id, room, "%.9s", hex);
+}
+
 static void add_calls(x3_status *rc, cJSON *message, const x3_api_choice *c, bool numbered, x3_err *err)
 {
     cJSON *list = add_new(rc, message, "tool_calls", true, err);
@@ -146,7 +158,7 @@ static void add_calls(x3_status *rc, cJSON *message, const x3_api_choice *c, boo
         if (c->reply->request.one_call && index > 0)
             break;
         cJSON *call = add_new(rc, list, NULL, false, err);
-        snprintf(id, sizeof id, "call_%.30s_%zu_%zu", strchr(c->reply->id, '-') + 1, (size_t)(c - c->reply->choices), index);
+        make_call_id(id, sizeof id, c, index);
         if (numbered)
             add_number(rc, call, "index", (double)index, err);
         add_text(rc, call, "id", id, err);

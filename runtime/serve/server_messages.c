@@ -158,7 +158,8 @@ static x3_status read_reasoning(x3_api_request *r, const char *source, x3_api_er
         how = format->valuestring;
     if ((format != NULL && !cJSON_IsString(format)) || (strcmp(how, "auto") != 0 && strcmp(how, "deepseek") != 0 && strcmp(how, "none") != 0))
         return x3_api_invalid(e, "reasoning_format", "\"reasoning_format\" can be \"auto\", \"deepseek\" or \"none\"");
-    r->reasoning = strcmp(how, "none") != 0 && strstr(source, "think>") != NULL ? X3_REASONING_TAGS : X3_REASONING_NONE;
+    bool reasons = strstr(source, "think>") != NULL || r->tool_format == X3_TOOLS_HARMONY;
+    r->reasoning = strcmp(how, "none") != 0 && reasons ? X3_REASONING_TAGS : X3_REASONING_NONE;
     if (effort == NULL)
         return X3_OK;
     if (!cJSON_IsString(effort))
@@ -190,7 +191,9 @@ x3_status x3_api_messages(x3_api_request *r, const x3_server_options *o, x3_api_
         return x3_api_invalid(e, "tools", "the chat template of this model does not know tools");
     cJSON_ArrayForEach(message, messages)
         X3_TRY(rc, out, check_message(message, index++, strstr(source, "developer") != NULL, e));
-    r->tool_format = r->tools == NULL ? X3_TOOLS_NONE : x3_tool_format_of(source);
+    r->tool_format = x3_tool_format_of(source);
+    if (r->tools == NULL && r->tool_format != X3_TOOLS_HARMONY) /* whose channels are there without tools, too */
+        r->tool_format = X3_TOOLS_NONE;
     rc = read_reasoning(r, source, e);
 out:
     return rc;

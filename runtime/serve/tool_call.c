@@ -8,13 +8,20 @@
 #define DS_CALL_BEGIN "<｜tool▁call▁begin｜>"
 #define DS_CALL_END "<｜tool▁call▁end｜>"
 #define DS_SEPARATOR "<｜tool▁sep｜>"
+#define DSML "｜DSML｜"
 
 x3_tool_format x3_tool_format_of(const char *t)
 {
+    if (strstr(t, "<|channel|>") != NULL && strstr(t, "<|message|>") != NULL)
+        return X3_TOOLS_HARMONY;
     if (strstr(t, "<｜tool▁calls▁begin｜>") != NULL)
         return X3_TOOLS_DEEPSEEK;
+    if (strstr(t, DSML) != NULL) /* templates put the marks together from parts */
+        return strstr(t, "function_calls>") != NULL ? X3_TOOLS_DSML : X3_TOOLS_DSML_V4;
     if (strstr(t, "<tool_call>") != NULL)
         return X3_TOOLS_TAGGED;
+    if (strstr(t, "[TOOL_CALLS]") != NULL)
+        return X3_TOOLS_MISTRAL;
     if (strstr(t, "<|python_tag|>") != NULL || strstr(t, "\"parameters\": ") != NULL)
         return X3_TOOLS_LLAMA;
     return X3_TOOLS_NONE;
@@ -196,16 +203,21 @@ static const cJSON *find_tool(const cJSON *tools, x3_view name)
     return NULL;
 }
 
-/* "type" of a parameter in the request's tools, or NULL. */
-static const cJSON *parameter_type(const cJSON *tools, x3_view function, const char *key)
+/* Whether the "type" of a parameter in the request's tools is "string". */
+static bool is_string_parameter(const cJSON *tools, x3_view function, x3_view key)
 {
-    const cJSON *parameters = x3_json_get(find_tool(tools, function), "parameters");
+    const cJSON *properties = x3_json_get(x3_json_get(find_tool(tools, function), "parameters"), "properties"), *p;
 
-    return x3_json_get(x3_json_get(x3_json_get(parameters, "properties"), key), "type");
+    cJSON_ArrayForEach(p, properties) {
+        const cJSON *type = x3_json_get(p, "type");
+        if (p->string != NULL && strlen(p->string) == key.n_bytes && memcmp(p->string, key.data, key.n_bytes) == 0)
+            return cJSON_IsString(type) && strcmp(type->valuestring, "string") == 0;
+    }
+    return false;
 }
 
-/* A string where the tool says so, or where the text is no JSON; else the JSON. */
-static x3_status add_argument(x3_text *object, x3_view key, x3_view value, const cJSON *tools, x3_view function, x3_err *err)
+/* A string where `is_text`, or where the text is no JSON; else the JSON. */
+static x3_status add_argument(x3_text *object, x3_view key, x3_view value, bool is_text, x3_err *err)
 {
     char *name = NULL, *text = NULL, *printed = NULL;
     cJSON *json = NULL;
@@ -213,8 +225,6 @@ static x3_status add_argument(x3_text *object, x3_view key, x3_view value, const
 
     X3_TRY(rc, out, x3_strndup(&name, key.data, key.n_bytes, err));
     X3_TRY(rc, out, x3_strndup(&text, value.data, value.n_bytes, err));
-    const cJSON *type = parameter_type(tools, function, name);
-    bool is_text = cJSON_IsString(type) && strcmp(type->valuestring, "string") == 0;
     for (int i = 0; i < 2; i++) {
         cJSON *string = cJSON_CreateString(i == 0 ? name : text);
         printed = string == NULL ? NULL : cJSON_PrintUnformatted(string);
@@ -270,7 +280,8 @@ static x3_status parse_pairs(x3_view name, x3_view rest, const struct pair_marks
             skip(&value, "\n");
             value.n_bytes -= value.n_bytes > 0 && value.data[value.n_bytes - 1] == '\n';
         }
-        X3_TRY(rc, out, add_argument(&object, trim(key), value, tools, name, err));
+        key = trim(key);
+        X3_TRY(rc, out, add_argument(&object, key, value, is_string_parameter(tools, name, key), err));
     }
     X3_TRY(rc, out, x3_text_put(&object, "}", 1, err));
     if (!is_object((x3_view){object.items, object.n_items})) /* a key that comes twice */
@@ -308,6 +319,123 @@ static x3_status parse_tagged(x3_view body, const cJSON *tools, x3_tool_calls *o
     if (name.n_bytes == 0 || memchr(name.data, '\n', name.n_bytes) != NULL || memchr(name.data, '<', name.n_bytes) != NULL)
         return X3_OK;
     return parse_pairs(name, inner, &glm, tools, out, parsed, err);
+}
+
+/* ---- DSML ---- */
+
+/* One call, from its name to its end, which *body is moved behind. */
+static x3_status parse_dsml_call(x3_view *body, const cJSON *tools, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_text object = {0};
+    x3_view name, key, value, rest = *body;
+    x3_status rc = X3_OK;
+
+    *parsed = false;
+    if (!skip(&rest, "<" DSML "invoke name=\"") || !cut(&rest, "\">", &name) || name.n_bytes == 0)
+        return X3_OK;
+    X3_TRY(rc, out, x3_text_put(&object, "{", 1, err));
+    for (rest = trim(rest); !skip(&rest, "</" DSML "invoke>"); rest = trim(rest)) {
+        if (!skip(&rest, "<" DSML "parameter name=\"") || !cut(&rest, "\"", &key))
+            goto out;
+        bool is_text = skip(&rest, " string=\"true\"");
+        if (!is_text && !skip(&rest, " string=\"false\"")) /* the mark may be forgotten */
+            is_text = is_string_parameter(tools, name, key);
+        if (!skip(&rest, ">") || !cut(&rest, "</" DSML "parameter>", &value))
+            goto out;
+        X3_TRY(rc, out, add_argument(&object, key, value, is_text, err));
+    }
+    X3_TRY(rc, out, x3_text_put(&object, "}", 1, err));
+    if (!is_object((x3_view){object.items, object.n_items})) /* a key that comes twice */
+        goto out;
+    rc = add_call(out, name, (x3_view){object.items, object.n_items}, err);
+    *parsed = rc == X3_OK;
+    *body = rest;
+out:
+    x3_text_free(&object);
+    return rc;
+}
+
+static x3_status parse_dsml(x3_view body, const cJSON *tools, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    *parsed = false;
+    for (body = trim(body); body.n_bytes > 0; body = trim(body)) {
+        X3_TRY(rc, out, parse_dsml_call(&body, tools, out, parsed, err));
+        if (!*parsed)
+            break;
+    }
+out:
+    return rc;
+}
+
+/* ---- Mistral ---- */
+
+static x3_status parse_array(x3_view body, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    cJSON *json = NULL;
+    x3_status rc = X3_OK;
+
+    *parsed = false;
+    if (x3_json_parse(&json, body.data, body.n_bytes, "", NULL) != X3_OK || !cJSON_IsArray(json))
+        goto out;
+    for (int i = 0, n = cJSON_GetArraySize(json); i < n; i++) {
+        size_t begin = skip_space(body, 1), end = skip_value(body, begin); /* 1: the bracket, or the comma */
+        X3_TRY(rc, out, parse_json((x3_view){body.data + begin, end - begin}, out, parsed, err));
+        if (!*parsed)
+            goto out;
+        end = skip_space(body, end);
+        body = (x3_view){body.data + end, body.n_bytes - end};
+    }
+out:
+    cJSON_Delete(json);
+    return rc;
+}
+
+static x3_status parse_mistral(x3_view body, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_view name, id;
+
+    *parsed = false;
+    body = trim(body);
+    if (body.n_bytes > 0 && body.data[0] == '[')
+        return parse_array(body, out, parsed, err);
+    name = (x3_view){body.data, 0};
+    while (name.n_bytes < body.n_bytes && strchr("[{< \t\r\n", body.data[name.n_bytes]) == NULL)
+        name.n_bytes++;
+    body = (x3_view){body.data + name.n_bytes, body.n_bytes - name.n_bytes};
+    if (skip(&body, "[CALL_ID]")) {
+        if (!cut(&body, "[ARGS]", &id))
+            return X3_OK;
+    } else {
+        skip(&body, "[ARGS]"); /* some leave it out */
+    }
+    body = trim(body);
+    if (name.n_bytes == 0 || !is_object(body))
+        return X3_OK;
+    *parsed = true;
+    return add_call(out, name, body, err);
+}
+
+/* ---- gpt-oss ---- */
+
+static x3_status parse_harmony(x3_view body, const cJSON *tools, x3_tool_calls *out, bool *parsed, x3_err *err)
+{
+    x3_view head, before, name;
+
+    *parsed = false;
+    if (!cut(&body, "<|message|>", &head) || !cut(&head, "to=", &before))
+        return X3_OK;
+    name = (x3_view){head.data, 0};
+    while (name.n_bytes < head.n_bytes && strchr("< \t\r\n", head.data[name.n_bytes]) == NULL)
+        name.n_bytes++;
+    if (!skip(&name, "functions.") && find_tool(tools, name) == NULL) /* python, browser.search */
+        return X3_OK;
+    body = trim(body);
+    if (name.n_bytes == 0 || !is_object(body))
+        return X3_OK;
+    *parsed = true;
+    return add_call(out, name, body, err);
 }
 
 /* ---- DeepSeek, Llama ---- */
@@ -384,6 +512,16 @@ x3_status x3_tool_calls_parse(x3_tool_format format, const char *body, size_t n_
         break;
     case X3_TOOLS_DEEPSEEK:
         rc = parse_deepseek(view, out, parsed, err);
+        break;
+    case X3_TOOLS_DSML:
+    case X3_TOOLS_DSML_V4:
+        rc = parse_dsml(view, tools, out, parsed, err);
+        break;
+    case X3_TOOLS_MISTRAL:
+        rc = parse_mistral(view, out, parsed, err);
+        break;
+    case X3_TOOLS_HARMONY:
+        rc = parse_harmony(view, tools, out, parsed, err);
         break;
     case X3_TOOLS_LLAMA:
         rc = parse_llama(view, out, parsed, err);

@@ -6,6 +6,12 @@
  * DeepSeek: what stands between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>, for each call
  *   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, a code block of JSON (V3, R1), or NAME<｜tool▁sep｜>{…} (V3.1),
  *   then <｜tool▁call▁end｜>.
+ * DSML: what stands between <｜DSML｜function_calls> (DeepSeek V3.2) or <｜DSML｜tool_calls> (V4) and its end, for each call
+ *   <｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">value</｜DSML｜parameter></｜DSML｜invoke>;
+ *   values that are no strings are JSON.
+ * Mistral: what follows [TOOL_CALLS]: [{"name": …, "arguments": {…}}, …], or NAME[ARGS]{…} or NAME[CALL_ID]ID[ARGS]{…} up to
+ *   the next [TOOL_CALLS].
+ * Harmony (gpt-oss): a message before its <|call|>: a head with to=functions.NAME, then <|message|>{…}.
  * Llama: the whole reply, {"name": …, "parameters": {…}}, several with ";" between them.
  * Threads: pure functions. */
 #ifndef X3_TOOL_CALL_H
@@ -15,7 +21,17 @@
 
 #include "runtime/tokenizer/unicode.h"
 
-typedef enum x3_tool_format { X3_TOOLS_NONE, X3_TOOLS_TAGGED, X3_TOOLS_DEEPSEEK, X3_TOOLS_LLAMA } x3_tool_format;
+typedef enum x3_tool_format {
+    X3_TOOLS_NONE,
+    X3_TOOLS_TAGGED,
+    X3_TOOLS_DEEPSEEK,
+    X3_TOOLS_DSML,
+    X3_TOOLS_DSML_V4,
+    X3_TOOLS_MISTRAL,
+    X3_TOOLS_HARMONY,
+    X3_TOOLS_LLAMA
+} x3_tool_format;
+#define X3_TOOL_FORMATS 8
 
 typedef struct x3_tool_call {
     char *name, *arguments; /* arguments: the text of a JSON object */
