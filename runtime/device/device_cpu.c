@@ -99,7 +99,7 @@ x3_status x3_cpu_values(x3_device_cpu *cpu, x3_codebook codebook, const float **
 {
     x3_status rc = X3_OK;
 
-    if (cpu->values[codebook] == NULL) {
+    if (codebook != X3_CB_MUL1 && cpu->values[codebook] == NULL) {
         rc = x3_alloc(&cpu->values[codebook], X3_STATES, sizeof(float), err);
         if (rc == X3_OK)
             x3_codebook_values(codebook, cpu->values[codebook]);
