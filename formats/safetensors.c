@@ -73,6 +73,7 @@ void x3_safetensors_close(x3_safetensors *st)
     if (st == NULL)
         return;
     for (size_t i = 0; i < st->n_shards; i++) {
+        x3_st_unmap(&st->shards[i]);
         if (st->shards[i].fd >= 0)
             close(st->shards[i].fd);
         free(st->shards[i].file);

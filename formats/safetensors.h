@@ -6,7 +6,8 @@
  *
  * Opening checks everything that headers can tell: header length against the file, types, shapes against byte
  * ranges, ranges against the file and each other, names doubled within or across shards, index against shards.
- * Nothing is trusted later. Reading uses pread, so that a disk error is a status and not a signal.
+ * Nothing is trusted later. Reading uses pread, so that a disk error is a status and not a signal; x3_safetensors_map is
+ * the exception that its caller asks for.
  * Threads: an open checkpoint may be read from several threads. */
 #ifndef X3_SAFETENSORS_H
 #define X3_SAFETENSORS_H
@@ -49,6 +50,8 @@ typedef struct x3_shard {
     uint64_t n_bytes;      /* of the whole file */
     uint64_t header_bytes; /* N: the data begins at 8 + N */
     uint64_t header_hash;  /* XXH3 of the 8 + N bytes before the data */
+    const unsigned char *mapped; /* the whole file, or NULL */
+    int64_t modified_s, modified_ns; /* of a mapped file: when it was last written to */
 } x3_shard;
 
 typedef struct x3_safetensors {
@@ -85,6 +88,18 @@ x3_status x3_safetensors_load(const x3_safetensors *st, const x3_tensor *t, void
  * X3_ERR_UNSUPPORTED. After a failure the content of `out` is undefined; so it is for x3_safetensors_read. */
 x3_status x3_safetensors_read_f32(const x3_safetensors *st, const x3_tensor *t, uint64_t first, size_t n, float *out,
                                   x3_err *err) X3_MUST;
+/* Maps every shard read-only, until close; again is nothing. For who keeps weights for long: the page cache is then their
+ * only copy. A shard on a file system without mappings stays unmapped and is read as before.
+ * What a mapping cannot do: a disk error, or a file cut short while it is mapped, kills the process (SIGBUS) when a page
+ * past the new end is touched; there is no handler. A cut inside a page reads as zeros and bytes written in place are
+ * seen at once: x3_safetensors_unchanged tells. Not to be called while other threads use `st`. */
+x3_status x3_safetensors_map(x3_safetensors *st, x3_err *err) X3_MUST;
+/* Byte `begin` of the tensor's data in the mapping; NULL where the shard is not mapped or the address is no multiple of
+ * `alignment` (a power of two, at most a page). */
+const void *x3_safetensors_mapped(const x3_safetensors *st, const x3_tensor *t, uint64_t begin, size_t alignment);
+/* X3_ERR_INPUT, naming the file, when a mapped file was written to or has another size than when it was mapped. A few
+ * system calls: for every step of a server, after it. */
+x3_status x3_safetensors_unchanged(const x3_safetensors *st, x3_err *err) X3_MUST;
 /* "[256, 128]" for messages; cut where it does not fit. Returns out. */
 const char *x3_tensor_shape_text(const x3_tensor *t, char out[128]);
 

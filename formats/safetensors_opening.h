@@ -1,5 +1,6 @@
 /* What the two halves of opening a checkpoint share: headers (safetensors_header.c) and which shards there are and how
- * they agree with each other and with the index (safetensors_shards.c). Included by those and safetensors.c alone. */
+ * they agree with each other and with the index (safetensors_shards.c); and closing. Included by those, safetensors.c and
+ * safetensors_map.c alone. */
 #ifndef X3_SAFETENSORS_OPENING_H
 #define X3_SAFETENSORS_OPENING_H
 
@@ -42,5 +43,8 @@ x3_status x3_st_find_shards(x3_st_opening *o, const char *path, x3_err *err) X3_
 x3_status x3_st_open_shard(x3_st_opening *o, size_t i, x3_err *err) X3_MUST;
 /* Names that stand in two shards, and the index against the entries, which are sorted. */
 void x3_st_check_across(x3_st_opening *o);
+
+/* Of a mapped shard; safetensors_map.c. */
+void x3_st_unmap(x3_shard *shard);
 
 #endif

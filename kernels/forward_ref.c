@@ -25,6 +25,12 @@ static void tile_decode_ref(const uint32_t *words, int K, const float *values, f
         out[x3_tile_row(p) * X3_TILE + x3_tile_column(p)] = values[x3_tile_state(words, K, p)];
 }
 
+static void tile_decode_mul1_ref(const uint32_t *words, int K, float *out)
+{
+    for (int p = 0; p < X3_TILE_WEIGHTS; p++)
+        out[x3_tile_row(p) * X3_TILE + x3_tile_column(p)] = x3_codebook_value(X3_CB_MUL1, x3_tile_state(words, K, p));
+}
+
 static void hadamard_ref(float *x, size_t n_blocks)
 {
     for (size_t b = 0; b < n_blocks; b++, x += X3_HADAMARD) {
@@ -208,6 +214,7 @@ const x3_kernels x3_kernels_ref = {
     .trellis_search = x3_trellis_search_ref,
     .panel_matmul = panel_matmul_ref,
     .tile_decode = tile_decode_ref,
+    .tile_decode_mul1 = tile_decode_mul1_ref,
     .hadamard = hadamard_ref,
     .rms_norm = rms_norm_ref,
     .softmax = softmax_ref,

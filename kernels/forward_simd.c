@@ -311,6 +311,7 @@ const x3_kernels X3_SIMD_NAME(kernels) = {
     .trellis_search = X3_SIMD_NAME(trellis_search),
     .panel_matmul = panel_matmul,
     .tile_decode = tile_decode,
+    .tile_decode_mul1 = X3_SIMD_NAME(tile_decode_mul1),
     .hadamard = hadamard,
     .rms_norm = rms_norm,
     .softmax = softmax,

@@ -30,6 +30,9 @@ typedef struct x3_kernels {
     /* One tile of an EXL3 trellis to 16 rows of a panel: out[row * 16 + column] = value of its state. */
     void (*tile_decode)(const uint32_t *words, int K, const float *values, float *out);
 
+    /* The same for the values of mul1, which are computed: no table falls out of the first-level cache. */
+    void (*tile_decode_mul1)(const uint32_t *words, int K, float *out);
+
     /* Every 128 floats of x [n_blocks][128] in place: Sylvester-Hadamard over strides 1, 2, .. 64, divided by sqrt(128). */
     void (*hadamard)(float *x, size_t n_blocks);
 

@@ -58,7 +58,7 @@ void x3_exl3_linear_cpu(const x3_kernels *k, const x3_exl3_item *t, float *scrat
         for (size_t row = 0; row < depth; row += X3_TILE)
             for (size_t c = 0; c < N_PANELS; c++) {
                 size_t tile = (i + row) / X3_TILE * tiles_out + t->first_out / X3_TILE + c;
-                k->tile_decode(t->words + tile * words, t->K, t->values, panels + (c * depth + row) * X3_PANEL);
+                x3_tile_decode_cpu(k, t->words + tile * words, t->K, t->values, panels + (c * depth + row) * X3_PANEL);
             }
         for (size_t c = 0; c < N_PANELS; c++)
             k->panel_matmul(t->x + i, t->n_in_padded, t->n_rows, panels + c * depth * X3_PANEL, X3_PANEL, depth,

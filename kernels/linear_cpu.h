@@ -31,7 +31,7 @@ void x3_dense_linear_cpu(const x3_kernels *k, const x3_dense_item *item, float *
 /* Outputs [first_out, first_out + 128) of an EXL3 group. x is (input * suh) Hadamard, [n_rows][n_in_padded]. */
 typedef struct x3_exl3_item {
     const uint32_t *words;
-    const float *values; /* of the codebook */
+    const float *values; /* of the codebook; NULL: mul1, computed */
     int K;
     size_t n_in_padded, n_out_padded, n_out, first_out;
     const float *svh;  /* [n_out_padded] */
@@ -42,6 +42,14 @@ typedef struct x3_exl3_item {
     float *y;
     size_t ldy;
 } x3_exl3_item;
+
+static inline void x3_tile_decode_cpu(const x3_kernels *k, const uint32_t *words, int K, const float *values, float *out)
+{
+    if (values == NULL)
+        k->tile_decode_mul1(words, K, out);
+    else
+        k->tile_decode(words, K, values, out);
+}
 
 void x3_exl3_linear_cpu(const x3_kernels *k, const x3_exl3_item *item, float *scratch);
 

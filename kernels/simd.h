@@ -15,8 +15,9 @@
 
 #define X3_LANEWISE static inline __attribute__((always_inline))
 
-/* Defined in trellis_simd.c for the table in forward_simd.c. */
+/* Defined in trellis_simd.c and mul1_simd.c for the table in forward_simd.c. */
 void X3_SIMD_NAME(trellis_search)(const x3_trellis *t, const float *x, size_t n_tiles, uint16_t *states, void *scratch);
+void X3_SIMD_NAME(tile_decode_mul1)(const uint32_t *words, int K, float *out);
 
 #if defined(__AVX512F__)
 

@@ -29,7 +29,8 @@ typedef struct x3_trellis {
     float *ordered; /* the same in the order the search reads them: [groups / 32][2^K][32] */
 } x3_trellis;
 
-/* `values` of every state, float16 numbers as float32. */
+/* Value of a state, a float16 number as float32; and of every state. */
+float x3_codebook_value(x3_codebook codebook, uint32_t state);
 void x3_codebook_values(x3_codebook codebook, float values[X3_STATES]);
 
 x3_status x3_trellis_create(x3_trellis **out, x3_codebook codebook, int K, x3_err *err) X3_MUST;

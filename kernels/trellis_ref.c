@@ -8,19 +8,24 @@
 
 #include "formats/safetensors.h"
 
+float x3_codebook_value(x3_codebook codebook, uint32_t state)
+{
+    float v;
+
+    if (codebook == X3_CB_MUL1) {
+        /* 22 bits at most in the product and in the sum: exact in float32, then one rounding to half */
+        v = (float)(1024 + x3_codebook_sum_mul1(state)) * x3_f16_to_f32(0x1EEE) + x3_f16_to_f32(0xC931);
+    } else {
+        uint32_t x = codebook == X3_CB_MCG ? x3_codebook_mix_mcg(state) : x3_codebook_mix_3inst(state);
+        v = x3_f16_to_f32((uint16_t)x) + x3_f16_to_f32((uint16_t)(x >> 16));
+    }
+    return x3_f16_to_f32(x3_f32_to_f16(v));
+}
+
 void x3_codebook_values(x3_codebook codebook, float values[X3_STATES])
 {
-    for (uint32_t s = 0; s < X3_STATES; s++) {
-        float v;
-        if (codebook == X3_CB_MUL1) {
-            /* 22 bits at most in the product and in the sum: exact in float32, then one rounding to half */
-            v = (float)(1024 + x3_codebook_sum_mul1(s)) * x3_f16_to_f32(0x1EEE) + x3_f16_to_f32(0xC931);
-        } else {
-            uint32_t x = codebook == X3_CB_MCG ? x3_codebook_mix_mcg(s) : x3_codebook_mix_3inst(s);
-            v = x3_f16_to_f32((uint16_t)x) + x3_f16_to_f32((uint16_t)(x >> 16));
-        }
-        values[s] = x3_f16_to_f32(x3_f32_to_f16(v));
-    }
+    for (uint32_t s = 0; s < X3_STATES; s++)
+        values[s] = x3_codebook_value(codebook, s);
 }
 
 x3_status x3_trellis_create(x3_trellis **out, x3_codebook codebook, int K, x3_err *err)

@@ -107,7 +107,8 @@ x3_status x3_generator_feed(x3_generator *g, const int32_t *ids, size_t n, float
     X3_TRY(rc, out, g->dev->ops->rms_norm(g->dev, d_last, m->hidden, 1, m->hidden, g->d_norm, m->norm_eps, d_last, m->hidden,
                                           err));
     X3_TRY(rc, out, g->dev->ops->linear(g->dev, &g->head, d_last, m->hidden, 1, g->d_logits, m->vocab, err));
-    rc = g->dev->ops->download(g->dev, logits, g->d_logits, m->vocab * sizeof *logits, err);
+    X3_TRY(rc, out, g->dev->ops->download(g->dev, logits, g->d_logits, m->vocab * sizeof *logits, err));
+    rc = x3_safetensors_unchanged(g->c->st, err);
 out:
     return rc;
 }

@@ -137,6 +137,22 @@ out:
     return rc;
 }
 
+/* Where a device that shares the host's memory finds a tensor's data from byte `begin` on, aligned for elements of `size`;
+ * NULL: it must be copied. */
+static const void *in_place(const x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, uint64_t begin, size_t size)
+{
+    return dev->host_memory ? x3_safetensors_mapped(c->st, t, begin, size) : NULL;
+}
+
+static const void *dense_in_place(const x3_device *dev, const x3_checkpoint *c, const x3_weight_place *p, size_t n_in)
+{
+    const size_t size = x3_dtype_bytes(p->tensor->dtype);
+
+    if (p->tensor->dtype == X3_F8_E4M3 || p->in_stride != 1 || p->out_stride != n_in)
+        return NULL;
+    return in_place(dev, c, p->tensor, p->first * size, size);
+}
+
 static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
 {
     void *host = NULL;
@@ -157,6 +173,10 @@ static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c
         X3_TRY(rc, out, x3_dense_read(c, desc, 0, w->n_out, host, err));
     } else {
         w->kind = t->dtype == X3_BF16 ? X3_WEIGHT_BF16 : t->dtype == X3_F16 ? X3_WEIGHT_F16 : X3_WEIGHT_F32;
+        w->data = dense_in_place(dev, c, &p, w->n_in);
+        w->borrowed = w->data != NULL;
+        if (w->borrowed)
+            return X3_OK;
         if (p.whole) {
             X3_TRY(rc, out, x3_checkpoint_load(c, t, &host, err));
         } else {
@@ -182,10 +202,14 @@ static x3_status load_group(x3_weight *w, x3_device *dev, const x3_checkpoint *c
     w->n_out_padded = g->n_out;
     w->K = g->K;
     w->codebook = g->codebook;
-    X3_TRY(rc, out, x3_checkpoint_load(c, g->trellis, &words, err));
+    w->data = in_place(dev, c, g->trellis, 0, sizeof(uint32_t));
+    w->borrowed = w->data != NULL;
+    if (!w->borrowed) {
+        X3_TRY(rc, out, x3_checkpoint_load(c, g->trellis, &words, err));
+        X3_TRY(rc, out, upload_bytes(dev, &w->data, words, (size_t)g->trellis->n_bytes, err));
+    }
     X3_TRY(rc, out, x3_group_scales(c->st, g, true, &suh, err));
     X3_TRY(rc, out, x3_group_scales(c->st, g, false, &svh, err));
-    X3_TRY(rc, out, upload_bytes(dev, &w->data, words, (size_t)g->trellis->n_bytes, err));
     rc = upload_bytes(dev, &d_suh, suh, g->n_in * sizeof *suh, err);
     w->suh = d_suh;
     if (rc != X3_OK)
@@ -225,6 +249,28 @@ out:
     return rc;
 }
 
+x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, uint64_t *n_bytes, x3_err *err)
+{
+    x3_findings findings = {0};
+    x3_weight_place p;
+    x3_group g;
+    bool found = false;
+    x3_status rc = X3_OK;
+
+    *n_bytes = 0;
+    if (c->is_pack) {
+        X3_TRY(rc, out, x3_group_find(c->st, desc->name, &g, &found, &findings, err));
+        X3_TRY(rc, out, x3_findings_status(&findings, err));
+    }
+    if (found)
+        *n_bytes = in_place(dev, c, g.trellis, 0, sizeof(uint32_t)) != NULL ? g.trellis->n_bytes : 0;
+    else if (x3_checkpoint_place(c, desc, &p) && dense_in_place(dev, c, &p, desc->n_in) != NULL)
+        *n_bytes = (uint64_t)desc->n_in * desc->n_out * x3_dtype_bytes(p.tensor->dtype);
+out:
+    x3_findings_free(&findings);
+    return rc;
+}
+
 /* An EXL3 weight as float32 [n_out][n_in]: the identity goes through it. For uses that a linear cannot serve. */
 static x3_status densify(x3_weight *w, x3_device *dev, x3_err *err)
 {
@@ -257,7 +303,8 @@ out:
 
 void x3_linear_free(x3_weight *w, x3_device *dev)
 {
-    x3_device_free(dev, (void *)(uintptr_t)w->data);
+    if (!w->borrowed)
+        x3_device_free(dev, (void *)(uintptr_t)w->data);
     x3_device_free(dev, (void *)(uintptr_t)w->suh);
     x3_device_free(dev, (void *)(uintptr_t)w->svh);
     x3_device_free(dev, (void *)(uintptr_t)w->bias);

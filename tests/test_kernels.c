@@ -214,6 +214,40 @@ X3_TEST(tile_decode_equals_the_reference)
     free(values);
 }
 
+/* At K = 8 a state is two neighbouring bytes: all 65,536 stand somewhere. Then every K, over random words. */
+X3_TEST(mul1_is_computed_to_the_bits_of_its_table)
+{
+    float *values = malloc(X3_STATES * sizeof *values), expected[256], got[256];
+    bool *seen = calloc(X3_STATES, sizeof *seen);
+    uint32_t words[64];
+    size_t n = 0;
+    x3_rng rng;
+
+    x3_rng_init(&rng, 7, "mul1");
+    x3_codebook_values(X3_CB_MUL1, values);
+    for (int tile = 0; tile < 1024; tile++) {
+        const int K = tile < 512 ? 8 : 1 + tile % 8;
+        for (int i = 0; i < 8 * K; i++) {
+            const uint32_t x = (uint32_t)tile / 2, y = 2 * (uint32_t)i + (uint32_t)tile % 2 * 128; /* bytes x y x y+1 */
+            words[i] = tile >= 512 ? (uint32_t)x3_rng_next(&rng) : x * 0x01000100u | y << 16 | (y + 1);
+        }
+        for (int p = 0; p < 256; p++)
+            seen[x3_tile_state(words, K, p)] = true;
+        x3_kernels_ref.tile_decode(words, K, values, expected);
+        x3_kernels_ref.tile_decode_mul1(words, K, got);
+        CHECK(same_bits(expected, got, 256));
+        FOR_EACH_ISA (k) {
+            k->tile_decode_mul1(words, K, got);
+            CHECK_MSG(same_bits(expected, got, 256), "%s, K=%d", k->name, K);
+        }
+    }
+    for (size_t s = 0; s < X3_STATES; s++)
+        n += seen[s];
+    CHECK_MSG(n == X3_STATES, "%zu states of %d were decoded", n, X3_STATES);
+    free(values);
+    free(seen);
+}
+
 X3_TEST(hadamard_equals_the_reference_and_twice_is_the_identity)
 {
     enum { N = 5 * X3_HADAMARD };

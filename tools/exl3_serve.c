@@ -123,8 +123,11 @@ static x3_status check_memory(const struct service *s, const x3_engine_options *
         return rc;
     if (x3_add_overflows(m.weights, m.cache, &all) || x3_add_overflows(all, m.scratch, &all))
         all = UINT64_MAX;
-    printf("memory      weights %s, cache %s (%zu tokens, %s), scratch %s\n", x3_bytes_text(m.weights), x3_bytes_text(m.cache),
-           r.n_pages * X3_KV_PAGE, v->kv, x3_bytes_text(m.scratch));
+    printf("memory      weights %s", x3_bytes_text(m.weights));
+    if (s->dev->host_memory)
+        printf(" (%s mapped from the files, %s on the heap)", x3_bytes_text(m.mapped), x3_bytes_text(m.weights - m.mapped));
+    printf(", cache %s (%zu tokens, %s), scratch %s\n", x3_bytes_text(m.cache), r.n_pages * X3_KV_PAGE, v->kv,
+           x3_bytes_text(m.scratch));
     print_unpacked(s->pack->model, v, o->kv_type);
     if (room == 0)
         printf("memory      what %s has free is not known, and was not checked: --memory SIZE sets a limit\n", v->device);
@@ -195,6 +198,8 @@ static x3_status open_service(struct service *s, const struct serve_values *v)
     }
     X3_TRY(rc, out, x3_device_open(&s->dev, v->device, (int)v->threads, &s->err));
     printf("device      %s\n", s->dev->name);
+    if (s->dev->host_memory)
+        X3_TRY(rc, out, x3_safetensors_map(s->pack->st, &s->err));
     X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     fflush(stdout);
     X3_TRY(rc, out, x3_engine_open(&s->engine, s->dev, s->pack, &o, &s->err));

@@ -29,6 +29,7 @@ typedef struct x3_weight {
     int K;
     x3_codebook codebook;
     const void *data;
+    bool borrowed;             /* data belongs to a mapping of the checkpoint, which outlives the weight */
     const uint16_t *suh, *svh; /* float16, [n_in_padded] and [n_out_padded] */
     const float *bias;         /* [n_out] or NULL */
 } x3_weight;
@@ -344,6 +345,7 @@ struct x3_device {
     double busy_seconds[X3_N_WORKS]; /* up to the last sync, where the device measures it (CUDA) */
     size_t capacity_bytes; /* of its own memory what may be in use at a time: what was free when it was opened, or less where a
                             * caller lowers it; 0: it uses the host's */
+    bool host_memory; /* device memory is the host's: operations take any address, aligned for its type */
     /* linear sums over inputs in another, equally valid order: what this changes is the noise floor of a score */
     bool reverse_sums;
     /* linears give a row the same bits whatever rows come with it. Always so on the CPU; on CUDA it costs speed beyond 128

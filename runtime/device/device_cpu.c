@@ -99,7 +99,7 @@ x3_status x3_cpu_values(x3_device_cpu *cpu, x3_codebook codebook, const float **
 {
     x3_status rc = X3_OK;
 
-    if (cpu->values[codebook] == NULL) {
+    if (codebook != X3_CB_MUL1 && cpu->values[codebook] == NULL) {
         rc = x3_alloc(&cpu->values[codebook], X3_STATES, sizeof(float), err);
         if (rc == X3_OK)
             x3_codebook_values(codebook, cpu->values[codebook]);
@@ -479,6 +479,7 @@ x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err)
     *out = NULL;
     X3_TRY(rc, out, x3_alloc(&cpu, 1, sizeof *cpu, err));
     cpu->base.ops = &cpu_ops;
+    cpu->base.host_memory = true;
     cpu->k = x3_kernels_best();
     X3_TRY(rc, out, x3_pool_create(&cpu->pool, n_threads, err));
     X3_TRY(rc, out, x3_alloc(&cpu->thread_scratch, (uint64_t)x3_pool_threads(cpu->pool), sizeof *cpu->thread_scratch, err));

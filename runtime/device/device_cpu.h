@@ -28,6 +28,7 @@ static inline x3_device_cpu *x3_cpu(x3_device *dev)
 x3_status x3_cpu_reserve(x3_device_cpu *cpu, size_t n_bytes, x3_err *err) X3_MUST;
 /* The same for one piece of scratch. */
 x3_status x3_cpu_grow(struct scratch *s, size_t n_bytes, x3_err *err) X3_MUST;
+/* The codebook's table; NULL for mul1, which is computed (x3_tile_decode_cpu). */
 x3_status x3_cpu_values(x3_device_cpu *cpu, x3_codebook codebook, const float **out, x3_err *err) X3_MUST;
 x3_status x3_cpu_trellis(x3_device_cpu *cpu, x3_codebook codebook, int K, const x3_trellis **out, x3_err *err) X3_MUST;
 

@@ -292,7 +292,7 @@ static void decode_item(void *arg, size_t item, int thread)
     (void)thread;
     for (size_t j = 0; j < tiles; j++) {
         float tile[X3_TILE_WEIGHTS];
-        t->k->tile_decode((const uint32_t *)w->data + (item * tiles + j) * (size_t)(8 * w->K), w->K, t->values, tile);
+        x3_tile_decode_cpu(t->k, (const uint32_t *)w->data + (item * tiles + j) * (size_t)(8 * w->K), w->K, t->values, tile);
         for (size_t r = 0; r < X3_TILE; r++)
             memcpy(t->out + (item * X3_TILE + r) * w->n_out_padded + j * X3_TILE, tile + r * X3_TILE,
                    X3_TILE * sizeof *tile);

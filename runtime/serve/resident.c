@@ -7,14 +7,36 @@
 
 /* ---- memory ---- */
 
+/* Bytes of weights that are used where the files are mapped. kv_b of latent attention is made float32 when it is EXL3. */
+static x3_status mapped_bytes(const x3_device *dev, const x3_checkpoint *c, uint64_t *total, x3_err *err)
+{
+    const x3_model *m = c->model;
+    const x3_linear_desc *l;
+    uint64_t n;
+    x3_status rc = X3_OK;
+
+    *total = 0;
+    for (size_t i = 0, layer; (l = x3_model_linear(m, i, &layer)) != NULL && rc == X3_OK; i++) {
+        const x3_layer_desc *of = layer < m->n_layers ? &m->layers[layer] : NULL;
+        if (of != NULL && of->mixer == X3_MIXER_MLA && l == &of->linears[of->mla.kv_b] && x3_checkpoint_weight(c, l) == NULL)
+            continue;
+        rc = x3_linear_mapped(dev, c, l, &n, err);
+        *total += n;
+    }
+    return rc;
+}
+
 x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, const x3_checkpoint *c, const x3_resident_options *o,
                                 x3_err *err)
 {
     const x3_model *model = c->model;
-    uint64_t weights = 0, cache = 0;
+    uint64_t weights = 0, cache = 0, mapped;
     bool overflow = false;
+    x3_status rc = mapped_bytes(dev, c, &mapped, err);
 
     *m = (x3_resident_memory){0};
+    if (rc != X3_OK)
+        return rc;
     for (size_t i = 0; i < c->st->n_tensors; i++) {
         const x3_tensor *t = &c->st->tensors[i];
         if (c->roles[i] == X3_ROLE_DROPPED || (strcmp(t->name, model->embed_name) == 0 && !model->tied &&
@@ -31,6 +53,7 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
         m->scratch = x3_max_size(m->scratch, dev->ops->step_bytes(dev, l->n_in, l->n_out, o->max_rows));
     }
     m->weights = weights;
+    m->mapped = mapped;
     m->cache = cache;
     m->scratch += x3_forward_bytes(model, o->max_rows, o->max_positions) +
                  ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float) +
@@ -320,6 +343,8 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
         rc = ops->download(r->dev, logits, r->d_logits, n_outputs * r->c->model->vocab * sizeof *logits, err);
     else
         rc = ops->sync(r->dev, err);
+    if (rc == X3_OK) /* after the work: what was read up to now was whole */
+        rc = x3_safetensors_unchanged(r->c->st, err);
 out:
     return rc;
 }

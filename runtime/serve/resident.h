@@ -2,6 +2,10 @@
  * of several sequences through it. Where the device records (CUDA graphs), steps of one row a sequence are recorded, once a
  * shape, and repeated: in models whose layers are all GQA and MLP.
  *
+ * Weights of a checkpoint that was mapped before (x3_safetensors_map) are used in place where the device can (weights.h). A
+ * step fails with the file's name when a mapped file has changed meanwhile; a file cut short under a step may kill the process
+ * (SIGBUS).
+ *
  * Threads: belongs to one thread at a time, like its device. */
 #ifndef X3_RESIDENT_H
 #define X3_RESIDENT_H
@@ -45,6 +49,7 @@ typedef struct x3_resident {
 /* What it takes on the device. */
 typedef struct x3_resident_memory {
     size_t weights, cache, scratch; /* bytes */
+    size_t mapped;                  /* of weights: used in place from the mapped files, in the page cache */
 } x3_resident_memory;
 
 x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, const x3_checkpoint *c,
