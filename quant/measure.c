@@ -454,6 +454,25 @@ static double work_left(const struct x3_measure *s, size_t first)
     return n;
 }
 
+/* Weights of the layer that needs most: as they are, and in float32 with noise, and one unit of experts with twice of it. */
+static uint64_t layer_bytes(const struct x3_measure *s)
+{
+    const x3_model *m = s->source->model;
+    uint64_t most = 0;
+
+    for (size_t i = 0; i < m->n_layers; i++) {
+        uint64_t noisy = 0, of_experts = 0;
+        for (size_t j = 0; j < m->layers[i].n_linears; j++) {
+            const x3_linear_desc *d = &m->layers[i].linears[j];
+            const uint64_t bytes = d->quantized ? sizeof(float) * d->n_in * d->n_out : 0;
+            noisy += bytes;
+            of_experts += x3_layer_expert(&m->layers[i], j) < 0 ? 0 : bytes / 3;
+        }
+        most = x3_max_size(most, x3_layer_weights_bytes(s->source, &m->layers[i]) + noisy + of_experts);
+    }
+    return most;
+}
+
 /* Said before the work: what it holds in memory, and how often the model is read. */
 static void announce(const struct x3_measure *s, size_t first)
 {
@@ -473,9 +492,10 @@ static void announce(const struct x3_measure *s, size_t first)
         n_paths += paths;
         n_passes++;
     }
-    snprintf(text, sizeof text, "measuring %zu disturbed paths in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s",
+    snprintf(text, sizeof text, "measuring %zu disturbed paths in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s, "
+             "and %.3f GB of weights of a layer",
              n_paths, n_passes, n_passes == 1 ? "" : "es", most, (double)(clean + most * path) / 1e9,
-             s->place == X3_HIDDEN_DEVICE ? "on the device" : "of the host");
+             s->place == X3_HIDDEN_DEVICE ? "on the device" : "of the host", (double)layer_bytes(s) / 1e9);
     note(s, text);
 }
 
