@@ -33,9 +33,10 @@ x3_status x3_cuda_sigmoid_mul(float *d_x, const float *d_gate, size_t n, size_t 
 
 /* ---- products with many weights -------------------------------------------------------------------------------------- */
 
-/* The weight of one expert, in device memory. Dense: suh and svh NULL. */
+/* The weight of one expert, in device memory. Dense: K 0, suh and svh NULL. */
 typedef struct x3_cuda_expert {
     const void *d_w;
+    size_t K; /* 1 to 8; as wide as a pointer, so that nothing lies between */
     const uint16_t *d_suh, *d_svh;
     const float *d_bias; /* or NULL */
 } x3_cuda_expert;
@@ -75,7 +76,7 @@ typedef struct x3_cuda_heads {
 x3_status x3_cuda_linear_heads(const x3_cuda_heads *h, x3_cuda_stream stream, x3_err *err) X3_MUST;
 
 /* EXL3, in two steps for slots [first_slot, first_slot + n_slots): rows are scaled, rotated and split into two float16 with a
- * unit a row; then y = rows Wq, rotated back, for the experts of a list that have one K and one codebook.
+ * unit a row; then y = rows Wq, rotated back, for the experts of a list that have one codebook, each its own K, in one launch.
  * Bound: 1e-6 relative to the row. */
 typedef struct x3_cuda_rotated {
     size_t first_slot, n_slots;
@@ -88,7 +89,7 @@ x3_status x3_cuda_expert_rotate(const x3_cuda_slots *slots, const x3_cuda_expert
                                 const x3_cuda_rotated *to, x3_cuda_stream stream, x3_err *err) X3_MUST;
 
 typedef struct x3_cuda_shape {
-    int K;
+    int K; /* the largest in the list */
     x3_codebook codebook;
     size_t n_in_padded, n_out, n_out_padded;
 } x3_cuda_shape;

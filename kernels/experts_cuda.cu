@@ -1,4 +1,4 @@
-/* EXL3 linears of many experts: rows as operands, and the host side of experts_k_cuda.cu. */
+/* EXL3 linears of many experts: rows as operands, and the host side of experts_exl3_cuda.cu. */
 #include "kernels/experts_cuda.cuh"
 
 #define ROTATE_WARPS 8
@@ -106,14 +106,8 @@ x3_status x3_cuda_expert_rotate(const x3_cuda_slots *slots, const x3_cuda_expert
     return x3_cuda_check(cudaGetLastError(), "experts, rotating inputs", err);
 }
 
-static x3_status kernel_of(const x3_cuda_shape *shape, expert_shape s, const void **out, x3_err *err)
+static x3_status check_shape(const x3_cuda_shape *shape, x3_err *err)
 {
-    static void (*const fill[])(expert_kernels *) = {
-        x3_expert_kernels_k1, x3_expert_kernels_k2, x3_expert_kernels_k3, x3_expert_kernels_k4,
-        x3_expert_kernels_k5, x3_expert_kernels_k6, x3_expert_kernels_k7, x3_expert_kernels_k8,
-    };
-    expert_kernels k;
-
     if (shape->K < 1 || shape->K > X3_K_MAX)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "K is %d; 1 to %d are known", shape->K, X3_K_MAX);
     if ((unsigned)shape->codebook > X3_CB_MUL1)
@@ -121,8 +115,6 @@ static x3_status kernel_of(const x3_cuda_shape *shape, expert_shape s, const voi
     if (shape->n_in_padded % X3_HADAMARD != 0 || shape->n_out_padded % X3_HADAMARD != 0)
         return x3_fail(err, X3_ERR_INPUT, "EXL3 group of %zu x %zu: both must be multiples of %d", shape->n_in_padded,
                        shape->n_out_padded, X3_HADAMARD);
-    fill[shape->K - 1](&k);
-    *out = k.kernel[decoder_of(shape->codebook)][s];
     return X3_OK;
 }
 
@@ -132,10 +124,9 @@ x3_status x3_cuda_expert_exl3(const x3_cuda_info *info, const x3_cuda_slots *slo
 {
     const expert_shape s = rows->n_slots <= 4 * slots->n_experts ? EXPERT_FEW : EXPERT_MANY;
     const size_t at_once = EXPERT_ROWS(s), most = (rows->n_slots + at_once - 1) / at_once;
-    const void *kernel = NULL;
     expert_args a = {};
 
-    RETURN_IF_FAILED(kernel_of(shape, s, &kernel, err));
+    RETURN_IF_FAILED(check_shape(shape, err));
     if (n_list == 0 || rows->n_slots == 0)
         return X3_OK;
     a.experts = d_experts;
@@ -158,5 +149,5 @@ x3_status x3_cuda_expert_exl3(const x3_cuda_info *info, const x3_cuda_slots *slo
     const size_t mean = (2 * rows->n_slots + n_list * at_once - 1) / (n_list * at_once);
     const dim3 grid((unsigned)a.n_stripes, (unsigned)n_list, (unsigned)x3_max_size(1, x3_min_size(most, mean)));
     void *args[] = {&a};
-    return x3_cuda_launch(info, kernel, grid, EXPERT_THREADS, expert_shared_bytes(shape->K, s), false, stream, args, "experts", err);
+    return x3_cuda_launch(info, x3_expert_kernel(shape->codebook, s), grid, EXPERT_THREADS, expert_shared_bytes(shape->K, s), false, stream, args, "experts", err);
 }

@@ -28,21 +28,9 @@ typedef enum expert_shape { EXPERT_FEW, EXPERT_MANY, EXPERT_SHAPES } expert_shap
 
 #define EXPERT_ROWS(s) ((s) == EXPERT_FEW ? 8 : 64)
 
-/* The kernels of one K (one object file each), by decoder_of the codebook. */
-typedef struct expert_kernels {
-    const void *kernel[N_DECODERS][EXPERT_SHAPES];
-} expert_kernels;
+const void *x3_expert_kernel(x3_codebook codebook, expert_shape s);
 
-void x3_expert_kernels_k1(expert_kernels *out);
-void x3_expert_kernels_k2(expert_kernels *out);
-void x3_expert_kernels_k3(expert_kernels *out);
-void x3_expert_kernels_k4(expert_kernels *out);
-void x3_expert_kernels_k5(expert_kernels *out);
-void x3_expert_kernels_k6(expert_kernels *out);
-void x3_expert_kernels_k7(expert_kernels *out);
-void x3_expert_kernels_k8(expert_kernels *out);
-
-/* Shared memory: stages of words and rows, in whose place the sums [rows][132] come at last. */
+/* Shared memory of experts of at most K bits: stages of words and rows, in whose place the sums [rows][132] come at last. */
 static inline size_t expert_shared_bytes(int K, expert_shape s)
 {
     const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS * (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);

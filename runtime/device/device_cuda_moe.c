@@ -1,7 +1,7 @@
 /* Operations of the CUDA device for mixtures of experts.
  *
- * A linear of all experts is one launch for every kind of weight among them (kind, K, codebook); how many rows an expert has
- * stays on the device. What the launches need to know of the weights is a table that goes to the device once: experts of a
+ * A linear of all experts is one launch for every kind of weight among them (a dense type, or EXL3 of a codebook with any K
+ * from 1 to 8: packs have one); how many rows an expert has stays on the device. What the launches need to know of the weights is a table that goes to the device once: experts of a
  * layer keep it while they stay what they are. */
 #include <stdlib.h>
 #include <string.h>
@@ -41,13 +41,13 @@ x3_status x3_cuda_op_combine_rows(x3_device *dev, const float *d_y, const int32_
 
 /* ---- tables of weights --------------------------------------------------------------------------------------------------- */
 
-/* Number of a weight's kind: dense types, then K and codebook. */
+/* Number of a weight's kind: dense types, then codebooks. */
 #define DENSE_KINDS 3
-#define KINDS (DENSE_KINDS + 8 * 3)
+#define KINDS (DENSE_KINDS + 3)
 
 static size_t kind_of(const x3_weight *w)
 {
-    return w->kind != X3_WEIGHT_EXL3 ? (size_t)x3_cuda_type_of(w) : DENSE_KINDS + (size_t)(w->K - 1) * 3 + (size_t)w->codebook;
+    return w->kind != X3_WEIGHT_EXL3 ? (size_t)x3_cuda_type_of(w) : DENSE_KINDS + (size_t)w->codebook;
 }
 
 /* Experts as kernels see them, [n], then their numbers [n] by kind. */
@@ -75,8 +75,8 @@ static x3_status check_weight(const x3_weight *w, const x3_weight *first, x3_err
     return X3_OK;
 }
 
-/* Fills a table; counts [KINDS + 1] becomes where the numbers of a kind begin. */
-static x3_status fill_table(const x3_expert_args *a, void *table, size_t *counts, bool *aligned, x3_err *err)
+/* Fills a table; counts [KINDS + 1] becomes where the numbers of a kind begin, most_K [KINDS] their largest K. */
+static x3_status fill_table(const x3_expert_args *a, void *table, size_t *counts, int *most_K, bool *aligned, x3_err *err)
 {
     x3_cuda_expert *experts = table;
     int32_t *numbers = (int32_t *)(void *)(experts + a->n_experts);
@@ -88,10 +88,12 @@ static x3_status fill_table(const x3_expert_args *a, void *table, size_t *counts
         const x3_weight *w = &a->weights[e * a->stride];
         const bool exl3 = w->kind == X3_WEIGHT_EXL3;
         X3_TRY(rc, out, check_weight(w, a->weights, err));
-        experts[e] = (x3_cuda_expert){.d_w = w->data, .d_suh = exl3 ? w->suh : NULL, .d_svh = exl3 ? w->svh : NULL,
+        experts[e] = (x3_cuda_expert){.d_w = w->data, .K = exl3 ? (size_t)w->K : 0, .d_suh = exl3 ? w->suh : NULL, .d_svh = exl3 ? w->svh : NULL,
                                       .d_bias = w->bias};
         *aligned = *aligned && (uintptr_t)w->data % 16 == 0;
         counts[kind_of(w) + 1]++;
+        if (exl3 && w->K > most_K[kind_of(w)])
+            most_K[kind_of(w)] = w->K;
     }
     for (size_t k = 0; k < KINDS; k++) {
         next[k] = counts[k];
@@ -154,6 +156,7 @@ struct experts {
     const x3_cuda_expert *d_experts;
     const int32_t *d_numbers;
     size_t counts[KINDS + 1];
+    int most_K[KINDS];
     bool aligned;
 };
 
@@ -187,7 +190,7 @@ static x3_status exl3_kinds(x3_device_cuda *cuda, const struct experts *t, x3_er
         rows.n_slots = x3_min_size(at_once, n_slots - rows.first_slot);
         X3_TRY(rc, out, x3_cuda_expert_rotate(&t->slots, t->d_experts, w->n_in, in, &rows, cuda->stream, err));
         for (size_t k = DENSE_KINDS; k < KINDS; k++) {
-            const x3_cuda_shape shape = {.K = (int)(k - DENSE_KINDS) / 3 + 1, .codebook = (x3_codebook)((k - DENSE_KINDS) % 3),
+            const x3_cuda_shape shape = {.K = t->most_K[k], .codebook = (x3_codebook)(k - DENSE_KINDS),
                                          .n_in_padded = in, .n_out = w->n_out, .n_out_padded = x3_round_up(w->n_out, 128)};
             if (t->counts[k + 1] > t->counts[k])
                 X3_TRY(rc, out, x3_cuda_expert_exl3(&cuda->info, &t->slots, t->d_experts, t->d_numbers + t->counts[k],
@@ -209,7 +212,7 @@ x3_status x3_cuda_op_expert_linear(x3_device *dev, const x3_expert_args *args, x
     if (args->n_experts == 0 || args->n_slots == 0)
         return X3_OK;
     X3_TRY(rc, out, x3_alloc(&host, n_bytes, 1, err));
-    rc = fill_table(args, host, t.counts, &t.aligned, err);
+    rc = fill_table(args, host, t.counts, t.most_K, &t.aligned, err);
     if (rc != X3_OK) {
         free(host);
         goto out;

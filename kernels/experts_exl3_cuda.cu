@@ -1,4 +1,4 @@
-/* EXL3 linears of many experts, each with rows of its own, for one K: compile with -DX3_K=1 .. 8.
+/* EXL3 linears of many experts, each with rows and a K of its own, in one launch.
  *
  * A block takes 128 outputs of one expert and walks over its rows; tiles are decoded straight into operands, as in
  * linear_k_cuda.cu. Inputs are two float16 each (x3_cuda_expert_rotate), so the result is as good as a float32 product. Sums of
@@ -6,32 +6,28 @@
  * What limits it: at 64 rows the products and decoding, about equal; at few rows the latency of one block's walk. */
 #include "kernels/experts_cuda.cuh"
 
-#ifndef X3_K
-#error "compile with -DX3_K=1 .. 8"
-#endif
-
-#define TILE_WORDS (8 * X3_K)
 #define UNITS EXPERT_STAGE_UNITS
-#define STRIP_WORDS (EXPERT_OUTS / X3_TILE * TILE_WORDS) /* of a unit: a row of tiles */
+#define TILE_WORDS(K) (8 * (K))
+#define STRIP_WORDS(K) (EXPERT_OUTS / X3_TILE * TILE_WORDS(K)) /* of a unit: a row of tiles */
 #define OUT_LD (EXPERT_OUTS + 4)
 
-/* Shared memory of a stage: words [UNITS][STRIP_WORDS], rows [UNITS][ROWS][4] of 16 bytes. */
-template <int ROWS, int STAGES> static __device__ __forceinline__ uint4 *stage_at(uint4 *room, int stage)
+/* Shared memory of a stage: words [UNITS][STRIP_WORDS(K)], rows [UNITS][ROWS][4] of 16 bytes. */
+template <int K, int ROWS, int STAGES> static __device__ __forceinline__ uint4 *stage_at(uint4 *room, int stage)
 {
-    return room + stage % STAGES * (UNITS * STRIP_WORDS / 4 + UNITS * ROWS * 4);
+    return room + stage % STAGES * (UNITS * STRIP_WORDS(K) / 4 + UNITS * ROWS * 4);
 }
 
 /* Starts copying the units of a stage, as one group. Rows past the end are copies of the last one. */
-template <int ROWS>
+template <int K, int ROWS>
 static __device__ __forceinline__ void fetch_stage(uint4 *to, const expert_args &a, const uint32_t *words, int unit, int row,
                                                    int end)
 {
     const uint4 *from = (const uint4 *)a.parts;
-    uint4 *rows = to + UNITS * STRIP_WORDS / 4;
+    uint4 *rows = to + UNITS * STRIP_WORDS(K) / 4;
 
-    for (int i = threadIdx.x; i < UNITS * STRIP_WORDS / 4; i += EXPERT_THREADS) {
-        const int u = i / (STRIP_WORDS / 4), piece = i % (STRIP_WORDS / 4);
-        copy_async_16(to + i, words + (size_t)(unit + u) * a.n_stripes * STRIP_WORDS + piece * 4);
+    for (int i = threadIdx.x; i < UNITS * STRIP_WORDS(K) / 4; i += EXPERT_THREADS) {
+        const int u = i / (STRIP_WORDS(K) / 4), piece = i % (STRIP_WORDS(K) / 4);
+        copy_async_16(to + i, words + (size_t)(unit + u) * a.n_stripes * STRIP_WORDS(K) + piece * 4);
     }
     for (int i = threadIdx.x; i < UNITS * ROWS * 4; i += EXPERT_THREADS) {
         const int r = i / (UNITS * 4), u = i / 4 % UNITS, q = i % 4;
@@ -42,12 +38,12 @@ static __device__ __forceinline__ void fetch_stage(uint4 *to, const expert_args 
 }
 
 /* total += TILES tiles of outputs by NT times eight rows, over the units of a stage. */
-template <int CODEBOOK, int TILES, int NT, int ROWS>
+template <int K, int CODEBOOK, int TILES, int NT, int ROWS>
 static __device__ __forceinline__ void multiply_stage(float total[TILES][NT][4], const uint4 *stage, lane_bits bits, ones o, int tile,
                                                       int part, int lane)
 {
-    const uint32_t *words = (const uint32_t *)stage + tile * TILE_WORDS;
-    const uint4 *rows = stage + UNITS * STRIP_WORDS / 4 + (part + (lane >> 2)) * 4 + (lane & 3);
+    const uint32_t *words = (const uint32_t *)stage + tile * TILE_WORDS(K);
+    const uint4 *rows = stage + UNITS * STRIP_WORDS(K) / 4 + (part + (lane >> 2)) * 4 + (lane & 3);
     float c[TILES][NT][4] = {};
 
 #pragma unroll
@@ -55,7 +51,7 @@ static __device__ __forceinline__ void multiply_stage(float total[TILES][NT][4],
         uint32_t a[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
-            decode_tile<X3_K, CODEBOOK>(words + u * STRIP_WORDS + t * TILE_WORDS, bits, o, a[t]);
+            decode_tile<K, CODEBOOK>(words + u * STRIP_WORDS(K) + t * TILE_WORDS(K), bits, o, a[t]);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             const uint4 b = rows[(u * ROWS + n * 8) * 4];
@@ -97,19 +93,18 @@ static __device__ __forceinline__ void finish(const expert_args &a, const x3_cud
     }
 }
 
-/* 8 warps: each TILES tiles by NT times eight rows. */
-template <int CODEBOOK, int TILES, int NT>
-static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts(const __grid_constant__ expert_args a)
+/* The rows of one expert; not inlined, so that a K's registers are its own. 8 warps: each TILES tiles by NT times eight rows. */
+template <int K, int CODEBOOK, int TILES, int NT>
+static __device__ __noinline__ void run_expert(const expert_args &a, const x3_cuda_expert &expert, int e)
 {
+    extern __shared__ __align__(16) uint4 room[];
     constexpr int along = EXPERT_OUTS / X3_TILE / TILES, ROWS = 8 / along * NT * 8; /* warps along the outputs */
     constexpr int STAGES = EXPERT_STAGES(NT == 1);
-    extern __shared__ __align__(16) uint4 room[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = warp % along * TILES, part = warp / along * NT * 8;
-    const int e = a.list[blockIdx.y], stripe = blockIdx.x, n_stages = a.n_units / UNITS;
+    const int stripe = blockIdx.x, n_stages = a.n_units / UNITS;
     const int first = max(a.first[e], a.first_slot), end = min(a.first[e + 1], a.end_slot);
-    const x3_cuda_expert expert = a.experts[e];
-    const uint32_t *words = (const uint32_t *)expert.d_w + (size_t)stripe * STRIP_WORDS;
-    const lane_bits bits = lane_bits_of<X3_K>(lane);
+    const uint32_t *words = (const uint32_t *)expert.d_w + (size_t)stripe * STRIP_WORDS(K);
+    const lane_bits bits = lane_bits_of<K>(lane);
     const ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
 
     for (int row = first + blockIdx.z * ROWS; row < end; row += gridDim.z * ROWS) {
@@ -117,7 +112,7 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
         __syncthreads(); /* the sums of the rows before have been read */
         for (int s = 0; s < STAGES - 1; s++)
             if (s < n_stages)
-                fetch_stage<ROWS>(stage_at<ROWS, STAGES>(room, s), a, words, (a.reverse ? n_stages - 1 - s : s) * UNITS, row, end);
+                fetch_stage<K, ROWS>(stage_at<K, ROWS, STAGES>(room, s), a, words, (a.reverse ? n_stages - 1 - s : s) * UNITS, row, end);
             else
                 copy_async_commit();
         for (int s = 0; s < n_stages; s++) {
@@ -125,10 +120,11 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
             copy_async_wait<STAGES - 2>();
             __syncthreads();
             if (next < n_stages)
-                fetch_stage<ROWS>(stage_at<ROWS, STAGES>(room, next), a, words, (a.reverse ? n_stages - 1 - next : next) * UNITS, row, end);
+                fetch_stage<K, ROWS>(stage_at<K, ROWS, STAGES>(room, next), a, words,
+                                     (a.reverse ? n_stages - 1 - next : next) * UNITS, row, end);
             else
                 copy_async_commit();
-            multiply_stage<CODEBOOK, TILES, NT, ROWS>(total, stage_at<ROWS, STAGES>(room, s), bits, o, tile, part, lane);
+            multiply_stage<K, CODEBOOK, TILES, NT, ROWS>(total, stage_at<K, ROWS, STAGES>(room, s), bits, o, tile, part, lane);
         }
         __syncthreads();
 #pragma unroll
@@ -144,13 +140,28 @@ static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts
     }
 }
 
-#define NAME_OF(k) x3_expert_kernels_k##k
-#define NAME(k) NAME_OF(k)
-
-void NAME(X3_K)(expert_kernels *out)
+template <int CODEBOOK, int TILES, int NT>
+static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts(const __grid_constant__ expert_args a)
 {
-    out->kernel[decoder_of(X3_CB_MCG)][EXPERT_FEW] = (const void *)experts<CODEBOOK_SUM, 1, 1>;
-    out->kernel[decoder_of(X3_CB_MCG)][EXPERT_MANY] = (const void *)experts<CODEBOOK_SUM, 2, 4>;
-    out->kernel[decoder_of(X3_CB_MUL1)][EXPERT_FEW] = (const void *)experts<X3_CB_MUL1, 1, 1>;
-    out->kernel[decoder_of(X3_CB_MUL1)][EXPERT_MANY] = (const void *)experts<X3_CB_MUL1, 2, 4>;
+    const int e = a.list[blockIdx.y];
+    const x3_cuda_expert expert = a.experts[e];
+
+    switch (expert.K) { /* the same for the whole block */
+    case 1: run_expert<1, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 2: run_expert<2, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 3: run_expert<3, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 4: run_expert<4, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 5: run_expert<5, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 6: run_expert<6, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 7: run_expert<7, CODEBOOK, TILES, NT>(a, expert, e); break;
+    case 8: run_expert<8, CODEBOOK, TILES, NT>(a, expert, e); break;
+    default: break; /* the host has checked */
+    }
+}
+
+const void *x3_expert_kernel(x3_codebook codebook, expert_shape s)
+{
+    if (decoder_of(codebook) == decoder_of(X3_CB_MUL1))
+        return s == EXPERT_FEW ? (const void *)experts<X3_CB_MUL1, 1, 1> : (const void *)experts<X3_CB_MUL1, 2, 4>;
+    return s == EXPERT_FEW ? (const void *)experts<CODEBOOK_SUM, 1, 1> : (const void *)experts<CODEBOOK_SUM, 2, 4>;
 }
