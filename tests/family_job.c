@@ -62,15 +62,6 @@ x3_status x3_family_job_run(const x3_job_options *o, x3_err *err)
     return rc;
 }
 
-uint64_t x3_family_job_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 void x3_family_job_verifies(const x3_family_job *s)
 {
     x3_device *dev = x3_test_open_device();

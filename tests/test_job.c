@@ -57,15 +57,6 @@ static x3_status run_job(const x3_job_options *o, x3_err *err)
     return rc;
 }
 
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 static void check_verifies(const char *pack, const char *source)
 {
     x3_verify_report r;
@@ -90,11 +81,11 @@ X3_TEST(job_gives_the_same_bytes_with_one_and_two_threads_and_with_states_on_dis
     uint64_t hash[3];
 
     CHECK_OK(run_job(o, &err), &err);
-    hash[0] = shard_hash(s.out);
+    hash[0] = x3_test_shard_hash(s.out);
     o->overwrite = true;
     o->n_threads = 2;
     CHECK_OK(run_job(o, &err), &err);
-    hash[1] = shard_hash(s.out);
+    hash[1] = x3_test_shard_hash(s.out);
     CHECK_MSG(hash[0] == hash[1], "other bytes with two threads");
     /* a budget that the states do not fit into */
     x3_findings findings = {0};
@@ -107,7 +98,7 @@ X3_TEST(job_gives_the_same_bytes_with_one_and_two_threads_and_with_states_on_dis
     CHECK(x3_job_describe(job)->hidden_place == X3_HIDDEN_DISK);
     CHECK_OK(x3_job_run(job, &err), &err);
     x3_job_close(job);
-    hash[2] = shard_hash(s.out);
+    hash[2] = x3_test_shard_hash(s.out);
     CHECK_MSG(hash[0] == hash[2], "other bytes with the states on disk");
     CHECK(!x3_path_exists(s.work));
     check_verifies(s.out, s.model);
@@ -122,11 +113,11 @@ X3_TEST(job_gives_other_bytes_with_another_seed)
     x3_err err = {0};
 
     CHECK_OK(run_job(o, &err), &err);
-    uint64_t first = shard_hash(s.out);
+    uint64_t first = x3_test_shard_hash(s.out);
     o->overwrite = true;
     o->quant.seed = 2;
     CHECK_OK(run_job(o, &err), &err);
-    CHECK(first != shard_hash(s.out));
+    CHECK(first != x3_test_shard_hash(s.out));
 }
 
 /* What a loader would look for. */
@@ -169,7 +160,7 @@ X3_TEST(job_killed_at_ten_random_moments_and_resumed_gives_the_same_bytes)
 
     CHECK_OK(run_job(o, &err), &err);
     long whole = (long)((x3_seconds() - start) * 1e6);
-    uint64_t expected = shard_hash(s.out);
+    uint64_t expected = x3_test_shard_hash(s.out);
     CHECK_OK(x3_remove_tree(s.out, &err), &err);
     x3_rng_init(&rng, (uint64_t)getpid(), "kill");
     o->resume = true;
@@ -178,16 +169,16 @@ X3_TEST(job_killed_at_ten_random_moments_and_resumed_gives_the_same_bytes)
         kills += !done;
         CHECK(round < 100);
         if (done) {
-            CHECK_MSG(shard_hash(s.out) == expected, "other bytes after %d kills", kills);
+            CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after %d kills", kills);
             check_verifies(s.out, s.model);
             CHECK(!x3_path_exists(s.work));
             CHECK_OK(x3_remove_tree(s.out, &err), &err);
         } else if (looks_complete(s.out)) { /* killed between the last file and its exit */
-            CHECK_MSG(shard_hash(s.out) == expected, "killed, and the folder looks complete with other bytes");
+            CHECK_MSG(x3_test_shard_hash(s.out) == expected, "killed, and the folder looks complete with other bytes");
         }
     }
     CHECK_OK(run_job(o, &err), &err);
-    CHECK_MSG(shard_hash(s.out) == expected, "other bytes after %d kills", kills);
+    CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after %d kills", kills);
     check_verifies(s.out, s.model);
     x3_findings findings = {0};
     x3_job *job = NULL;

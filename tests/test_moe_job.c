@@ -270,15 +270,6 @@ static x3_status run_job(struct setup *s, cJSON **receipt, x3_err *err)
     return rc;
 }
 
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 static void check_verifies(const struct setup *s)
 {
     x3_verify_report r;
@@ -324,7 +315,7 @@ X3_TEST(job_with_experts_gives_the_same_bytes_with_any_threads_and_passes)
         s.o.bits = 1;
         s.o.expert_hessian = own ? X3_EXPERT_HESSIAN_OWN : X3_EXPERT_HESSIAN_LAYER;
         CHECK_OK(run_job(&s, NULL, &err), &err);
-        uint64_t hash = shard_hash(s.out);
+        uint64_t hash = x3_test_shard_hash(s.out);
         check_verifies(&s);
         CHECK_OK(x3_job_open(&job, &s.o, NULL, &findings, &err), &err);
         CHECK(x3_job_describe(job)->expert_passes == 1 && x3_job_describe(job)->own_hessians == (own == 1));
@@ -335,7 +326,7 @@ X3_TEST(job_with_experts_gives_the_same_bytes_with_any_threads_and_passes)
         x3_job_close(job);
         s.o.n_threads = 1;
         CHECK_OK(run_job(&s, NULL, &err), &err);
-        CHECK_MSG(hash == shard_hash(s.out), "other bytes with one thread and several passes");
+        CHECK_MSG(hash == x3_test_shard_hash(s.out), "other bytes with one thread and several passes");
     }
 }
 
