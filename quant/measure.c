@@ -398,22 +398,33 @@ out:
 
 /* ---- the whole ---- */
 
+/* Hidden states of a path. */
+static uint64_t path_bytes(const struct x3_measure *s)
+{
+    return sizeof(float) * s->scored.n * x3_state_floats(s->source->model, X3_MEASURE_COLS);
+}
+
+/* Those that are there beside the paths: the calibration rows, the scored ones clean and noisy. */
+static uint64_t always_bytes(const struct x3_measure *s)
+{
+    return 2 * path_bytes(s) + sizeof(float) * s->calibration.n * x3_state_floats(s->source->model, s->calibration.cols);
+}
+
 /* Where states stay, and how many paths that holds: half of the device's memory, the rest is for a layer; else the budget of
  * the host, when the device cannot hold the paths of one layer or uses the host's memory. */
 static void place_states(struct x3_measure *s)
 {
     const x3_model *m = s->source->model;
-    const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
-    const uint64_t clean = 2 * path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    const uint64_t path = path_bytes(s), always = always_bytes(s);
     uint64_t budget = s->o.memory_bytes;
     size_t most = 0;
 
     for (size_t i = 0; i < m->n_layers; i++)
         most = x3_max_size(most, x3_measure_paths_of(&m->layers[i]));
-    s->place = clean + most * path <= s->dev->capacity_bytes / 2 ? X3_HIDDEN_DEVICE : X3_HIDDEN_HOST;
+    s->place = always + most * path <= s->dev->capacity_bytes / 2 ? X3_HIDDEN_DEVICE : X3_HIDDEN_HOST;
     if (budget == 0)
         budget = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGE_SIZE) / 2;
-    s->max_paths = s->place == X3_HIDDEN_DEVICE ? (s->dev->capacity_bytes / 2 - clean) / path : budget / path + 1;
+    s->max_paths = s->place == X3_HIDDEN_DEVICE ? (s->dev->capacity_bytes / 2 - always) / path : budget / path + 1;
 }
 
 static x3_status prepare(struct x3_measure *s, x3_findings *findings, x3_err *err)
@@ -477,8 +488,7 @@ static uint64_t layer_bytes(const struct x3_measure *s)
 static void announce(const struct x3_measure *s, size_t first)
 {
     const x3_model *m = s->source->model;
-    const uint64_t path = sizeof(float) * s->scored.n * x3_state_floats(m, X3_MEASURE_COLS);
-    const uint64_t clean = 2 * path + sizeof(float) * s->calibration.n * x3_state_floats(m, s->calibration.cols);
+    const uint64_t path = path_bytes(s), always = always_bytes(s);
     size_t n_passes = 0, n_paths = 0, most = 0;
     char text[256];
 
@@ -494,7 +504,7 @@ static void announce(const struct x3_measure *s, size_t first)
     }
     snprintf(text, sizeof text, "measuring %zu disturbed paths in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s, "
              "and %.3f GB of weights of a layer",
-             n_paths, n_passes, n_passes == 1 ? "" : "es", most, (double)(clean + most * path) / 1e9,
+             n_paths, n_passes, n_passes == 1 ? "" : "es", most, (double)(always + most * path) / 1e9,
              s->place == X3_HIDDEN_DEVICE ? "on the device" : "of the host", (double)layer_bytes(s) / 1e9);
     note(s, text);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "formats/io.h"
+#include "quant/job_state.h"
 #include "quant/pack_info.h"
 
 #define CHUNK 128      /* positions whose logits are in memory at once */
@@ -219,20 +220,6 @@ void x3_score_free(x3_score *s)
 
 /* ---- two packs ---- */
 
-static x3_status read_hash(const cJSON *receipt, const char *object, uint64_t *out, const char *path, x3_err *err)
-{
-    const cJSON *o = x3_json_get(receipt, object);
-    const char *text = NULL;
-    char *end;
-    x3_status rc = o == NULL ? x3_fail(err, X3_ERR_INPUT, "%s: %s is missing", path, object)
-                             : x3_json_string(o, "xxh3", true, &text, path, err);
-
-    if (rc != X3_OK)
-        return rc;
-    *out = strtoull(text, &end, 16);
-    return *end == '\0' && end == text + 16 ? X3_OK : x3_fail(err, X3_ERR_INPUT, "%s: %s.xxh3 is not a hash: %s", path, object, text);
-}
-
 x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference *r, const char *path, x3_err *err)
 {
     const cJSON *kl, *rows, *row;
@@ -244,8 +231,8 @@ x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference
 
     *out = (x3_paired){0};
     X3_TRY(rc, out, x3_json_load(&receipt, path, err));
-    X3_TRY(rc, out, read_hash(receipt, "reference", &reference, path, err));
-    X3_TRY(rc, out, read_hash(receipt, "pack", &out->pack, path, err));
+    X3_TRY(rc, out, x3_record_hash(x3_json_get(receipt, "reference"), "xxh3", path, &reference, err));
+    X3_TRY(rc, out, x3_record_hash(x3_json_get(receipt, "pack"), "xxh3", path, &out->pack, err));
     kl = x3_json_get(receipt, "kl");
     rows = kl == NULL ? NULL : x3_json_get(kl, "rows");
     if (reference != r->hash)

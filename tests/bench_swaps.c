@@ -16,7 +16,6 @@
 
 struct swap {
     const char *name;
-    size_t linear;
     int K_from, K_to;
     double predicted, measured, stderr_, rank;
 };
@@ -150,7 +149,7 @@ static x3_status choose(struct bench *s, x3_err *err)
     X3_TRY(rc, out, x3_alloc(&s->swaps, m.n, sizeof *s->swaps, err));
     for (size_t i = 0; i < m.n; i++) {
         size_t layer;
-        struct swap w = {.name = x3_model_linear(s->source->model, i, &layer)->name, .linear = i};
+        struct swap w = {.name = x3_model_linear(s->source->model, i, &layer)->name};
 
         w.K_from = bits_of(s->a, w.name);
         w.K_to = bits_of(s->b, w.name);

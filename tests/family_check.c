@@ -23,13 +23,18 @@ x3_checkpoint *x3_test_open_model(const char *dir)
     return c;
 }
 
-x3_device *x3_test_open_device(void)
+x3_device *x3_test_open_threads(int n_threads)
 {
     x3_device *dev = NULL;
     x3_err err = {0};
 
-    CHECK_OK(x3_device_open(&dev, "cpu", 0, &err), &err);
+    CHECK_OK(x3_device_open(&dev, "cpu", n_threads, &err), &err);
     return dev;
+}
+
+x3_device *x3_test_open_device(void)
+{
+    return x3_test_open_threads(0);
 }
 
 reference x3_test_reference(const char *file, const char *ids_name, const char *logits_name)

@@ -18,6 +18,7 @@ reference x3_test_folder_reference(const char *dir);
 void x3_test_reference_free(reference *r);
 
 x3_checkpoint *x3_test_open_model(const char *dir);
+x3_device *x3_test_open_threads(int n_threads);
 x3_device *x3_test_open_device(void);
 /* Logits of one streamed pass at every step-th position, n of them; malloc. */
 float *x3_test_logits(x3_device *dev, const x3_checkpoint *c, const int32_t *ids, size_t n_ids, size_t step, size_t n);

@@ -49,7 +49,7 @@ void x3_family_job_setup(x3_family_job *s, const char *family, int bits)
                             .texts = s->texts, .n_texts = 1, .rows = 20, .cols = 48, .device = "cpu", .command = "test"};
 }
 
-x3_status x3_family_job_run(const x3_job_options *o, x3_err *err)
+x3_status x3_test_run_job(const x3_job_options *o, x3_err *err)
 {
     x3_findings findings = {0};
     x3_job *job = NULL;
@@ -60,15 +60,6 @@ x3_status x3_family_job_run(const x3_job_options *o, x3_err *err)
     x3_job_close(job);
     x3_findings_free(&findings);
     return rc;
-}
-
-uint64_t x3_family_job_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
 }
 
 void x3_family_job_verifies(const x3_family_job *s)
@@ -91,7 +82,7 @@ void x3_family_job_kill(const x3_family_job *s, const char *file)
     CHECK(child >= 0);
     if (child == 0) {
         x3_err err = {0};
-        _exit(x3_family_job_run(&s->o, &err) == X3_OK ? 0 : 9);
+        _exit(x3_test_run_job(&s->o, &err) == X3_OK ? 0 : 9);
     }
     while (!x3_path_exists(x3_test_path(s->work, file))) {
         CHECK_MSG(waitpid(child, &status, WNOHANG) == 0, "the job ended before it could be killed");

@@ -14,9 +14,7 @@ typedef struct x3_family_job {
 void x3_family_job_text(const char *path, uint64_t seed);
 /* A copy of a fixture with a tokenizer of bytes, and such a text. Skips the test under emulation. */
 void x3_family_job_setup(x3_family_job *s, const char *family, int bits);
-x3_status x3_family_job_run(const x3_job_options *o, x3_err *err);
-/* Of the pack's one shard. */
-uint64_t x3_family_job_hash(const char *dir);
+x3_status x3_test_run_job(const x3_job_options *o, x3_err *err);
 /* The pack verifies against the source, without a finding. */
 void x3_family_job_verifies(const x3_family_job *s);
 /* Runs the job in a child and kills it as soon as `file` is in its work folder. */

@@ -204,12 +204,12 @@ X3_TEST(draft_job_quantizes_the_layer_on_what_it_reads_and_nothing_else)
     x3_family_job_setup(&s, "qwen3_5_nested", 4);
     snprintf(plain, sizeof plain, "%s.plain", s.out);
     s.o.out = plain;
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
     s.o.out = s.out;
     for (int bits = 3; bits <= 6; bits += 3) {
         s.o.mtp_bits = bits;
         s.o.overwrite = true;
-        CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+        CHECK_OK(x3_test_run_job(&s.o, &err), &err);
         x3_family_job_verifies(&s);
         check_draft_groups(&s);
         check_rest(s.out, plain);
@@ -230,8 +230,8 @@ X3_TEST(draft_job_gives_the_same_bytes_after_a_kill_and_from_states_on_disk)
 
     x3_family_job_setup(&s, "deepseek_v32_long", 6);
     s.o.mtp_bits = 5;
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
-    const uint64_t expected = x3_family_job_hash(s.out);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
+    const uint64_t expected = x3_test_shard_hash(s.out);
     x3_family_job_verifies(&s);
     check_draft_groups(&s);
     CHECK_OK(x3_remove_tree(s.out, &err), &err);
@@ -240,11 +240,11 @@ X3_TEST(draft_job_gives_the_same_bytes_after_a_kill_and_from_states_on_disk)
     x3_job_close(job);
     s.o.resume = true;
     x3_family_job_kill(&s, "head.json");
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
-    CHECK_MSG(x3_family_job_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
+    CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
     x3_family_job_verifies(&s);
     s.o.mtp_bits = 4;
-    CHECK_FAILS(x3_family_job_run(&s.o, &err), &err, "is not empty");
+    CHECK_FAILS(x3_test_run_job(&s.o, &err), &err, "is not empty");
 }
 
 X3_TEST(draft_job_refuses_by_name_what_it_cannot_quantize)
@@ -302,7 +302,7 @@ X3_TEST(draft_groups_are_verified_against_source_and_receipt)
 
     x3_family_job_setup(&s, "qwen3_next_mixed", 6);
     s.o.mtp_bits = 6;
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
     CHECK_OK(x3_pack_receipt_load(&receipt, s.out, &err), &err);
     CHECK_OK(x3_verify_pack(&r, s.out, s.model, dev, NULL, &err), &err);
     CHECK(r.findings.n_items == 0 && r.n_groups == (size_t)cJSON_GetArraySize(x3_json_get(receipt, "groups")));

@@ -64,7 +64,7 @@ X3_TEST(family_packs_lose_less_the_more_bits_they_have)
             x3_score score;
             s.o.bits = bits;
             s.o.overwrite = true;
-            CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+            CHECK_OK(x3_test_run_job(&s.o, &err), &err);
             x3_family_job_verifies(&s);
             x3_checkpoint *pack = x3_test_open_model(s.out);
             CHECK_OK(x3_score_pack(&score, dev, pack, r, NULL, &err), &err);
@@ -92,8 +92,8 @@ X3_TEST(family_job_keeps_the_selection_of_sparse_layers_across_a_kill)
     x3_err err = {0};
 
     x3_family_job_setup(&s, "glm_dsa_shared", 6);
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
-    const uint64_t expected = x3_family_job_hash(s.out);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
+    const uint64_t expected = x3_test_shard_hash(s.out);
     x3_family_job_verifies(&s);
     CHECK(lost(s.model, s.out) < 0.05);
     CHECK_OK(x3_remove_tree(s.out, &err), &err);
@@ -103,8 +103,8 @@ X3_TEST(family_job_keeps_the_selection_of_sparse_layers_across_a_kill)
     x3_job_close(job);
     s.o.resume = true;
     x3_family_job_kill(&s, "layer-00001.json"); /* layer 1 selects, layer 2 shares */
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
-    CHECK_MSG(x3_family_job_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
+    CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after a kill, with the states on disk");
 }
 
 X3_TEST(family_job_carries_towers_and_draft_layers_byte_for_byte)
@@ -115,7 +115,7 @@ X3_TEST(family_job_carries_towers_and_draft_layers_byte_for_byte)
     x3_err err = {0};
 
     x3_family_job_setup(&s, "qwen3_5_nested", 6);
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
     x3_family_job_verifies(&s);
     CHECK(lost(s.model, s.out) < 0.05);
     x3_checkpoint *a = x3_test_open_model(s.model), *b = x3_test_open_model(s.out);
@@ -325,7 +325,7 @@ X3_TEST(family_job_takes_fp8_shards_beside_other_copies)
     x3_test_write(x3_test_path(s.model, "original/consolidated.00.pth"), "x", 1);
     CHECK(lost(plain, s.model) == 0); /* to the bit what the F32 twin computes */
     s.o.mtp_bits = 6;
-    CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+    CHECK_OK(x3_test_run_job(&s.o, &err), &err);
     x3_family_job_verifies(&s);
     CHECK(lost(plain, s.out) < 0.02);
     CHECK(!x3_path_exists(x3_test_path(s.out, "consolidated.safetensors")));

@@ -10,6 +10,7 @@
 #include "formats/io.h"
 #include "quant/job.h"
 #include "quant/verify.h"
+#include "tests/family_job.h"
 #include "tests/test.h"
 #include "tests/tiny_model.h"
 
@@ -44,28 +45,6 @@ static x3_job_options *options(struct setup *s)
     return &s->o;
 }
 
-static x3_status run_job(const x3_job_options *o, x3_err *err)
-{
-    x3_findings findings = {0};
-    x3_job *job = NULL;
-    x3_status rc = x3_job_open(&job, o, NULL, &findings, err);
-
-    if (rc == X3_OK)
-        rc = x3_job_run(job, err);
-    x3_job_close(job);
-    x3_findings_free(&findings);
-    return rc;
-}
-
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 static void check_verifies(const char *pack, const char *source)
 {
     x3_verify_report r;
@@ -89,12 +68,12 @@ X3_TEST(job_gives_the_same_bytes_with_one_and_two_threads_and_with_states_on_dis
     x3_err err = {0};
     uint64_t hash[3];
 
-    CHECK_OK(run_job(o, &err), &err);
-    hash[0] = shard_hash(s.out);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    hash[0] = x3_test_shard_hash(s.out);
     o->overwrite = true;
     o->n_threads = 2;
-    CHECK_OK(run_job(o, &err), &err);
-    hash[1] = shard_hash(s.out);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    hash[1] = x3_test_shard_hash(s.out);
     CHECK_MSG(hash[0] == hash[1], "other bytes with two threads");
     /* a budget that the states do not fit into */
     x3_findings findings = {0};
@@ -107,7 +86,7 @@ X3_TEST(job_gives_the_same_bytes_with_one_and_two_threads_and_with_states_on_dis
     CHECK(x3_job_describe(job)->hidden_place == X3_HIDDEN_DISK);
     CHECK_OK(x3_job_run(job, &err), &err);
     x3_job_close(job);
-    hash[2] = shard_hash(s.out);
+    hash[2] = x3_test_shard_hash(s.out);
     CHECK_MSG(hash[0] == hash[2], "other bytes with the states on disk");
     CHECK(!x3_path_exists(s.work));
     check_verifies(s.out, s.model);
@@ -121,12 +100,12 @@ X3_TEST(job_gives_other_bytes_with_another_seed)
     x3_job_options *o = options(&s);
     x3_err err = {0};
 
-    CHECK_OK(run_job(o, &err), &err);
-    uint64_t first = shard_hash(s.out);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    uint64_t first = x3_test_shard_hash(s.out);
     o->overwrite = true;
     o->quant.seed = 2;
-    CHECK_OK(run_job(o, &err), &err);
-    CHECK(first != shard_hash(s.out));
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    CHECK(first != x3_test_shard_hash(s.out));
 }
 
 /* What a loader would look for. */
@@ -144,7 +123,7 @@ static bool run_and_kill(const x3_job_options *o, long microseconds)
     CHECK(child >= 0);
     if (child == 0) {
         x3_err err = {0};
-        _exit(run_job(o, &err) == X3_OK ? 0 : 9);
+        _exit(x3_test_run_job(o, &err) == X3_OK ? 0 : 9);
     }
     for (long waited = 0; waited < microseconds; waited += 2000) {
         if (waitpid(child, &status, WNOHANG) == child) {
@@ -167,9 +146,9 @@ X3_TEST(job_killed_at_ten_random_moments_and_resumed_gives_the_same_bytes)
     x3_rng rng;
     int kills = 0;
 
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     long whole = (long)((x3_seconds() - start) * 1e6);
-    uint64_t expected = shard_hash(s.out);
+    uint64_t expected = x3_test_shard_hash(s.out);
     CHECK_OK(x3_remove_tree(s.out, &err), &err);
     x3_rng_init(&rng, (uint64_t)getpid(), "kill");
     o->resume = true;
@@ -178,16 +157,16 @@ X3_TEST(job_killed_at_ten_random_moments_and_resumed_gives_the_same_bytes)
         kills += !done;
         CHECK(round < 100);
         if (done) {
-            CHECK_MSG(shard_hash(s.out) == expected, "other bytes after %d kills", kills);
+            CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after %d kills", kills);
             check_verifies(s.out, s.model);
             CHECK(!x3_path_exists(s.work));
             CHECK_OK(x3_remove_tree(s.out, &err), &err);
         } else if (looks_complete(s.out)) { /* killed between the last file and its exit */
-            CHECK_MSG(shard_hash(s.out) == expected, "killed, and the folder looks complete with other bytes");
+            CHECK_MSG(x3_test_shard_hash(s.out) == expected, "killed, and the folder looks complete with other bytes");
         }
     }
-    CHECK_OK(run_job(o, &err), &err);
-    CHECK_MSG(shard_hash(s.out) == expected, "other bytes after %d kills", kills);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    CHECK_MSG(x3_test_shard_hash(s.out) == expected, "other bytes after %d kills", kills);
     check_verifies(s.out, s.model);
     x3_findings findings = {0};
     x3_job *job = NULL;
@@ -207,7 +186,7 @@ static void start_and_kill(const x3_job_options *o, const char *work)
     CHECK(child >= 0);
     if (child == 0) {
         x3_err err = {0};
-        _exit(run_job(o, &err) == X3_OK ? 0 : 9);
+        _exit(x3_test_run_job(o, &err) == X3_OK ? 0 : 9);
     }
     while (!x3_path_exists(x3_test_path(work, "kept.json"))) {
         CHECK_MSG(waitpid(child, &status, WNOHANG) == 0, "the job ended before it could be killed");
@@ -227,21 +206,21 @@ X3_TEST(job_resumed_with_other_options_is_refused_with_the_difference)
     o->resume = true;
     start_and_kill(o, s.work);
     o->resume = false;
-    CHECK_FAILS(run_job(o, &err), &err, "unfinished job");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "unfinished job");
     o->resume = true;
     o->bits = 3;
-    CHECK_FAILS(run_job(o, &err), &err, "bits: was 6, now 3");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "bits: was 6, now 3");
     o->bits = 6;
     o->quant.codebook = X3_CB_MCG;
-    CHECK_FAILS(run_job(o, &err), &err, "codebook: was \"mul1\", now \"mcg\"");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "codebook: was \"mul1\", now \"mcg\"");
     o->quant.codebook = X3_CB_MUL1;
     o->quant.seed = 9;
-    CHECK_FAILS(run_job(o, &err), &err, "seed: was 1, now 9");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "seed: was 1, now 9");
     o->quant.seed = 1;
     x3_tiny_text(s.text, 700, 2);
-    CHECK_FAILS(run_job(o, &err), &err, "texts: was");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "texts: was");
     x3_tiny_text(s.text, 700, 1);
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     check_verifies(s.out, s.model);
 }
 
@@ -253,19 +232,19 @@ X3_TEST(job_output_that_is_in_or_linked_to_the_input_is_refused)
     x3_err err = {0};
 
     o->out = s.model;
-    CHECK_FAILS(run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
     snprintf(inside, sizeof inside, "%s/new/pack", s.model);
     o->out = inside;
-    CHECK_FAILS(run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
     o->out = s.root;
-    CHECK_FAILS(run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
     snprintf(link_path, sizeof link_path, "%s/link", s.root);
     CHECK(symlink(s.model, link_path) == 0);
     o->out = link_path;
-    CHECK_FAILS(run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the output is, holds, lies in or is linked to the input");
     o->out = s.out;
     o->work = inside;
-    CHECK_FAILS(run_job(o, &err), &err, "the work folder is, holds, lies in or is linked to the input");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the work folder is, holds, lies in or is linked to the input");
     CHECK(!x3_path_exists(s.out) && !x3_path_exists(x3_test_path(s.model, "new")));
 }
 
@@ -279,16 +258,16 @@ X3_TEST(job_keeps_the_files_of_a_folder_that_is_not_empty)
 
     CHECK_OK(x3_mkdirs(s.out, &err), &err);
     x3_test_write(x3_test_path(s.out, "diary.txt"), "dear diary", 10);
-    CHECK_FAILS(run_job(o, &err), &err, "is not empty");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "is not empty");
     CHECK(x3_path_exists(x3_test_path(s.out, "diary.txt")) && !x3_path_exists(s.work));
     x3_test_write(s.work, "a file", 6);
     CHECK_OK(x3_remove_tree(x3_test_path(s.out, "diary.txt"), &err), &err);
     CHECK_OK(x3_remove_tree(s.work, &err), &err);
-    CHECK_OK(run_job(o, &err), &err);
-    CHECK_FAILS(run_job(o, &err), &err, "is not empty");
+    CHECK_OK(x3_test_run_job(o, &err), &err);
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "is not empty");
     o->overwrite = true;
     o->bits = 5;
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     check_verifies(s.out, s.model);
 }
 
@@ -299,7 +278,7 @@ X3_TEST(job_needs_memory_and_says_how_much)
     x3_err err = {0};
 
     o->memory_bytes = 1 << 20;
-    CHECK_FAILS(run_job(o, &err), &err, "the budget is 0.00 GB");
+    CHECK_FAILS(x3_test_run_job(o, &err), &err, "the budget is 0.00 GB");
     CHECK(!x3_path_exists(s.out));
 }
 
@@ -316,7 +295,7 @@ X3_TEST(job_on_a_full_disk_fails_before_any_work_and_leaves_nothing)
     small.rlim_max = before.rlim_max;
     signal(SIGXFSZ, SIG_IGN);
     CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
-    rc = run_job(o, &err);
+    rc = x3_test_run_job(o, &err);
     CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0);
     CHECK(rc == X3_ERR_IO && strstr(err.text, "model-00001-of-00001.safetensors.part: cannot reserve") != NULL);
     CHECK(!x3_path_exists(s.out) && !x3_path_exists(s.work));
@@ -333,7 +312,7 @@ static void check_model(const x3_tiny *tiny, int head_bits, double bits)
 
     o->head_bits = head_bits;
     o->bits = bits;
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     check_verifies(s.out, s.model);
 }
 
@@ -360,14 +339,14 @@ X3_TEST(job_gives_a_tied_head_a_group_of_its_own_or_leaves_it)
     x3_checkpoint *pack = NULL;
     x3_err err = {0};
 
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     CHECK_OK(x3_checkpoint_open(&pack, s.out, NULL, &findings, &err), &err);
     CHECK(!pack->model->tied && x3_safetensors_find(pack->st, "lm_head.trellis") != NULL);
     x3_checkpoint_close(pack);
     check_verifies(s.out, s.model);
     o->overwrite = true;
     o->head_bits = 0;
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     CHECK_OK(x3_checkpoint_open(&pack, s.out, NULL, &findings, &err), &err);
     CHECK(pack->model->tied && x3_safetensors_find(pack->st, "lm_head.trellis") == NULL);
     CHECK(x3_json_get(x3_hf_quantization(pack->config), "head_bits") == NULL);
@@ -440,7 +419,7 @@ X3_TEST(job_copies_the_side_files_and_lists_what_it_left)
     CHECK_OK(x3_mkdirs(x3_test_path(s.model, "assets"), &err), &err);
     x3_test_write(x3_test_path(s.model, "assets/logo.svg"), "<svg/>", 6);
     CHECK(symlink("chat_template.jinja", x3_test_path(s.model, "linked.jinja")) == 0);
-    CHECK_OK(run_job(o, &err), &err);
+    CHECK_OK(x3_test_run_job(o, &err), &err);
     CHECK(x3_path_exists(x3_test_path(s.out, "chat_template.jinja")) && x3_path_exists(x3_test_path(s.out, "side.pt")));
     CHECK(x3_path_exists(x3_test_path(s.out, "assets/logo.svg")) && x3_path_exists(x3_test_path(s.out, "linked.jinja")));
     CHECK(x3_path_exists(x3_test_path(s.out, "generation_config.json")));
@@ -520,7 +499,7 @@ X3_TEST(verify_finds_flipped_bits_missing_files_and_lost_stop_tokens)
     char shard[400], stop[400];
     x3_err err = {0};
 
-    CHECK_OK(run_job(options(&s), &err), &err);
+    CHECK_OK(x3_test_run_job(options(&s), &err), &err);
     snprintf(shard, sizeof shard, "%s/model-00001-of-00001.safetensors", s.out);
     flip_byte(shard, -5000);
     check_verify_finds(s.out, NULL, "the receipt says");

@@ -98,7 +98,7 @@ X3_TEST(mapped_packs_give_the_bits_of_copied_ones)
     for (int i = 0; i < 2; i++) {
         x3_family_job s;
         x3_family_job_setup(&s, families[i], 3);
-        CHECK_OK(x3_family_job_run(&s.o, &err), &err);
+        CHECK_OK(x3_test_run_job(&s.o, &err), &err);
         check_model(s.out, true);
     }
 }

@@ -8,6 +8,7 @@
 #include "formats/safetensors_write.h"
 #include "runtime/generate.h"
 #include "runtime/stream.h"
+#include "tests/family_check.h"
 #include "tests/test.h"
 #include "tests/tiny_model.h"
 
@@ -20,33 +21,6 @@ static const char *temp_path(const char *name)
 
     snprintf(p, sizeof path[0], "%s/%s", x3_test_temp_dir(), name);
     return p;
-}
-
-static x3_device *open_device(int n_threads)
-{
-    x3_device *dev = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(x3_device_open(&dev, "cpu", n_threads, &err), &err);
-    return dev;
-}
-
-static x3_status try_open(const char *dir, x3_checkpoint **c, x3_err *err)
-{
-    x3_findings f = {0};
-    x3_status rc = x3_checkpoint_open(c, dir, NULL, &f, err);
-
-    x3_findings_free(&f);
-    return rc;
-}
-
-static x3_checkpoint *open_model(const char *dir)
-{
-    x3_checkpoint *c = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(try_open(dir, &c, &err), &err);
-    return c;
 }
 
 /* One of the findings, or the error, says this. */
@@ -225,7 +199,7 @@ X3_TEST(expert_linear_of_mixed_k_equals_single_linears_bit_for_bit)
     }
     for (int n_threads = 1; n_threads <= 3; n_threads++)
         for (int by_rows = 0; by_rows < 2; by_rows++) {
-            x3_device *dev = open_device(n_threads);
+            x3_device *dev = x3_test_open_threads(n_threads);
             x3_expert_args a = {.weights = w, .n_experts = G_EXPERTS, .stride = 1, .d_first = first,
                                 .d_rows = by_rows ? rows : NULL, .n_slots = 90, .d_x = by_rows ? x : gathered, .ldx = G_IN,
                                 .d_y = y, .ldy = G_OUT};
@@ -253,8 +227,8 @@ X3_TEST(expert_linear_of_mixed_k_equals_single_linears_bit_for_bit)
 
 static float *states_of(const char *dir, size_t n, size_t *floats)
 {
-    x3_checkpoint *c = open_model(dir);
-    x3_device *dev = open_device(2);
+    x3_checkpoint *c = x3_test_open_model(dir);
+    x3_device *dev = x3_test_open_threads(2);
     int32_t *ids = malloc(n * sizeof *ids);
     float *states = malloc(n * c->model->hidden * sizeof *states);
     x3_err err = {0};
@@ -339,7 +313,7 @@ X3_TEST(router_weight_or_correction_that_is_missing_is_refused)
     t.extra = "model.layers.2.eh_proj.weight"; /* of a layer that predicts ahead */
     t.more_config = "\"num_nextn_predict_layers\": 1,";
     x3_tiny_write(path, &t);
-    x3_checkpoint_close(open_model(path));
+    x3_checkpoint_close(x3_test_open_model(path));
 }
 
 X3_TEST(router_that_is_not_finite_is_refused_by_name)
@@ -349,13 +323,13 @@ X3_TEST(router_that_is_not_finite_is_refused_by_name)
 
     for (int i = 0; i < 2; i++) {
         x3_tiny t = X3_TINY_MOE("glm4_moe");
-        x3_device *dev = open_device(1);
+        x3_device *dev = x3_test_open_threads(1);
         x3_err err = {0};
         int32_t ids[4] = {1, 2, 3, 4};
         float states[4 * 128];
         t.poison = names[i];
         x3_tiny_write(path, &t);
-        x3_checkpoint *c = open_model(path); /* headers do not tell */
+        x3_checkpoint *c = x3_test_open_model(path); /* headers do not tell */
         CHECK_FAILS(x3_stream_hidden(dev, c, ids, 1, 4, states, NULL, &err), &err, i == 0 ? "router model.layers.1.mlp.gate:"
                                                                                           : "e_score_correction_bias: value 5");
         x3_checkpoint_close(c);
@@ -400,7 +374,7 @@ X3_TEST(layers_without_experts_stand_where_the_config_says)
     t.layers = 3;
     t.dense = 2;
     x3_tiny_write(path, &t);
-    x3_checkpoint *c = open_model(path);
+    x3_checkpoint *c = x3_test_open_model(path);
     CHECK(c->model->layers[1].ffn == X3_FFN_MLP && c->model->layers[2].ffn == X3_FFN_MOE);
     CHECK(c->model->layers[2].moe.has_shared && c->model->layers[2].moe.rule.scale == 1.5f);
     CHECK(x3_layer_expert(&c->model->layers[2], 7) == -1 && x3_layer_expert(&c->model->layers[2], 8) == 0);
@@ -412,7 +386,7 @@ X3_TEST(layers_without_experts_stand_where_the_config_says)
 
 static void check_decoding(const char *dir, size_t n, size_t step)
 {
-    x3_checkpoint *c = open_model(dir);
+    x3_checkpoint *c = x3_test_open_model(dir);
     const size_t hidden = c->model->hidden, vocab = c->model->vocab;
     float *states = malloc(n * hidden * 4), *full = malloc(n * vocab * 4), *logits = malloc(vocab * 4);
     int32_t *ids = malloc(n * sizeof *ids);
@@ -423,7 +397,7 @@ static void check_decoding(const char *dir, size_t n, size_t step)
     for (size_t i = 0; i < n; i++)
         ids[i] = (int32_t)(i * i * 31 % vocab);
     for (int n_threads = 1; n_threads <= 2; n_threads++) {
-        x3_device *dev = open_device(n_threads);
+        x3_device *dev = x3_test_open_threads(n_threads);
         float *again = malloc(n * hidden * 4);
         CHECK_OK(x3_stream_hidden(dev, c, ids, 1, n, again, NULL, &err), &err);
         CHECK(n_threads == 1 || memcmp(again, states, n * hidden * 4) == 0);
@@ -431,7 +405,7 @@ static void check_decoding(const char *dir, size_t n, size_t step)
         free(again);
         x3_device_close(dev);
     }
-    x3_device *dev = open_device(1);
+    x3_device *dev = x3_test_open_threads(1);
     CHECK_OK(x3_linear_load(&head, dev, c, &c->model->head, &err), &err);
     CHECK_OK(dev->ops->linear(dev, &head, states, hidden, n, full, vocab, &err), &err);
     CHECK_OK(x3_generator_create(&g, dev, c, n, &err), &err);

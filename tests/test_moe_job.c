@@ -7,27 +7,9 @@
 #include "formats/io.h"
 #include "quant/job.h"
 #include "quant/verify.h"
+#include "tests/family_check.h"
 #include "tests/test.h"
 #include "tests/tiny_model.h"
-
-static x3_device *open_device(int n_threads)
-{
-    x3_device *dev = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(x3_device_open(&dev, "cpu", n_threads, &err), &err);
-    return dev;
-}
-
-static x3_checkpoint *open_model(const char *dir)
-{
-    x3_findings f = {0};
-    x3_checkpoint *c = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(x3_checkpoint_open(&c, dir, NULL, &f, &err), &err);
-    return c;
-}
 
 /* ---- Hessians ---- */
 
@@ -176,8 +158,8 @@ X3_TEST(expert_hessians_equal_the_definition_with_the_quantized_paths_routing)
     t.experts = EXPERTS;
     t.correction = correction;
     x3_tiny_write(dir, &t);
-    x3_checkpoint *c = open_model(dir);
-    x3_device *dev = open_device(2);
+    x3_checkpoint *c = x3_test_open_model(dir);
+    x3_device *dev = x3_test_open_threads(2);
     const x3_layer_desc *l = &c->model->layers[0];
     x3_rng_init(&rng, 1, "states");
     for (int i = 0; i < TOKENS * HIDDEN; i++) {
@@ -270,19 +252,10 @@ static x3_status run_job(struct setup *s, cJSON **receipt, x3_err *err)
     return rc;
 }
 
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 static void check_verifies(const struct setup *s)
 {
     x3_verify_report r;
-    x3_device *dev = open_device(1);
+    x3_device *dev = x3_test_open_threads(1);
     x3_err err = {0};
 
     CHECK_OK(x3_verify_pack(&r, s->out, s->model, dev, NULL, &err), &err);
@@ -324,7 +297,7 @@ X3_TEST(job_with_experts_gives_the_same_bytes_with_any_threads_and_passes)
         s.o.bits = 1;
         s.o.expert_hessian = own ? X3_EXPERT_HESSIAN_OWN : X3_EXPERT_HESSIAN_LAYER;
         CHECK_OK(run_job(&s, NULL, &err), &err);
-        uint64_t hash = shard_hash(s.out);
+        uint64_t hash = x3_test_shard_hash(s.out);
         check_verifies(&s);
         CHECK_OK(x3_job_open(&job, &s.o, NULL, &findings, &err), &err);
         CHECK(x3_job_describe(job)->expert_passes == 1 && x3_job_describe(job)->own_hessians == (own == 1));
@@ -335,7 +308,7 @@ X3_TEST(job_with_experts_gives_the_same_bytes_with_any_threads_and_passes)
         x3_job_close(job);
         s.o.n_threads = 1;
         CHECK_OK(run_job(&s, NULL, &err), &err);
-        CHECK_MSG(hash == shard_hash(s.out), "other bytes with one thread and several passes");
+        CHECK_MSG(hash == x3_test_shard_hash(s.out), "other bytes with one thread and several passes");
     }
 }
 
@@ -411,8 +384,8 @@ static x3_status find_margins(void *arg, const x3_captured *in, x3_err *err)
 /* The correction of expert 1 that lets exactly one of the calibration tokens go to it. */
 static float correction_for_one_token(const struct setup *s)
 {
-    struct margins m = {.c = open_model(s->model), .best = -9, .second = -9};
-    x3_device *dev = open_device(1);
+    struct margins m = {.c = x3_test_open_model(s->model), .best = -9, .second = -9};
+    x3_device *dev = x3_test_open_threads(1);
     const x3_layer_desc *l = &m.c->model->layers[0];
     x3_forward *f = NULL;
     x3_layer_weights w;
@@ -515,7 +488,7 @@ X3_TEST(job_takes_experts_of_every_family_layout_and_weighting)
         s.o.bits = 3.5;
         CHECK_OK(run_job(&s, &receipt, &err), &err);
         check_verifies(&s);
-        x3_checkpoint *pack = open_model(s.out);
+        x3_checkpoint *pack = x3_test_open_model(s.out);
         for (size_t j = 0; j < pack->model->layers[0].n_linears; j++) {
             const x3_linear_desc *d = &pack->model->layers[0].linears[j];
             if (x3_layer_expert(&pack->model->layers[0], j) >= 0) {

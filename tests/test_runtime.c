@@ -9,29 +9,11 @@
 #include "formats/io.h"
 #include "quant/score.h"
 #include "runtime/generate.h"
+#include "tests/family_check.h"
 #include "tests/test.h"
 #include "tests/tiny_model.h"
 
 #define BUNDLED "tests/data/models/tiny-qwen3"
-
-static x3_checkpoint *open_model(const char *dir)
-{
-    x3_findings f = {0};
-    x3_checkpoint *c = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(x3_checkpoint_open(&c, dir, NULL, &f, &err), &err);
-    return c;
-}
-
-static x3_device *open_device(int n_threads)
-{
-    x3_device *dev = NULL;
-    x3_err err = {0};
-
-    CHECK_OK(x3_device_open(&dev, "cpu", n_threads, &err), &err);
-    return dev;
-}
 
 /* ---- rope ---- */
 
@@ -95,8 +77,8 @@ X3_TEST(forward_of_the_bundled_model_equals_transformers)
 {
     x3_findings f = {0};
     x3_safetensors *st = NULL;
-    x3_checkpoint *c = open_model(BUNDLED);
-    x3_device *dev = open_device(2);
+    x3_checkpoint *c = x3_test_open_model(BUNDLED);
+    x3_device *dev = x3_test_open_threads(2);
     const size_t hidden = c->model->hidden, vocab = c->model->vocab;
     int32_t *ids = NULL;
     x3_weight head;
@@ -126,8 +108,8 @@ X3_TEST(forward_of_the_bundled_model_equals_transformers)
 /* Logits of every position, one token at a time or in pieces, against the full forward: the same bits. */
 static void check_decoding(const char *model, size_t n, size_t first, size_t step)
 {
-    x3_checkpoint *c = open_model(model);
-    x3_device *dev = open_device(1);
+    x3_checkpoint *c = x3_test_open_model(model);
+    x3_device *dev = x3_test_open_threads(1);
     const size_t hidden = c->model->hidden, vocab = c->model->vocab;
     float *states = malloc(n * hidden * 4), *full = malloc(n * vocab * 4), *logits = malloc(vocab * 4);
     int32_t *ids = malloc(n * sizeof *ids);
@@ -178,8 +160,8 @@ X3_TEST(decoding_in_pieces_equals_the_full_forward_bit_for_bit)
 
 X3_TEST(streaming_more_rows_than_a_batch_gives_the_same_states)
 {
-    x3_checkpoint *c = open_model(BUNDLED);
-    x3_device *dev = open_device(2);
+    x3_checkpoint *c = x3_test_open_model(BUNDLED);
+    x3_device *dev = x3_test_open_threads(2);
     const size_t hidden = c->model->hidden;
     enum { ROWS = 9, COLS = 1024 }; /* a batch holds 8 */
     int32_t *ids = malloc(ROWS * COLS * 4);
@@ -206,7 +188,7 @@ X3_TEST(streaming_more_rows_than_a_batch_gives_the_same_states)
 X3_TEST(hessian_is_the_mean_and_leaves_out_rows_that_are_not_finite)
 {
     enum { N = 20, ROWS = 50 };
-    x3_device *dev = open_device(1);
+    x3_device *dev = x3_test_open_threads(1);
     float q[ROWS * N], f[ROWS * N];
     x3_hessian *h = NULL;
     x3_rng rng;
@@ -241,7 +223,7 @@ X3_TEST(hessian_is_the_mean_and_leaves_out_rows_that_are_not_finite)
 X3_TEST(block_ldl_rebuilds_the_matrix_and_spd_solve_inverts_it)
 {
     enum { N = 208, M = 5 }; /* more than one block of the factorization */
-    x3_device *dev = open_device(2);
+    x3_device *dev = x3_test_open_threads(2);
     float *a = calloc(N * N, 4), *l = malloc(N * N * 4), *b = malloc(M * N * 4), *x = malloc(M * N * 4);
     double *d = calloc(N * N, 8);
     x3_rng rng;
@@ -392,8 +374,8 @@ X3_TEST(score_of_the_model_itself_is_zero_and_the_receipt_has_the_stable_names)
                                         "noise_floor", "nonfinite", "device", "seconds"};
     const char *dir = x3_test_temp_dir(), *text = x3_test_path(dir, "text.txt"), *x3r = x3_test_path(dir, "ref.x3r");
     x3_reference_options o = {.texts = &text, .n_texts = 1, .ctx = 50, .positions = 300, .skip = 7};
-    x3_checkpoint *c = open_model(BUNDLED);
-    x3_device *dev = open_device(2);
+    x3_checkpoint *c = x3_test_open_model(BUNDLED);
+    x3_device *dev = x3_test_open_threads(2);
     x3_reference *r = NULL;
     x3_score s;
     cJSON *receipt = NULL;

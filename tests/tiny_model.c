@@ -321,3 +321,12 @@ void x3_tiny_write(const char *dir, const x3_tiny *t)
         free(l->data[i]);
     free(l);
 }
+
+uint64_t x3_test_shard_hash(const char *pack)
+{
+    uint64_t hash = 0;
+    x3_err err = {0};
+
+    CHECK_OK(x3_hash_file(x3_test_path(pack, "model-00001-of-00001.safetensors"), &hash, &err), &err);
+    return hash;
+}

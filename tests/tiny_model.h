@@ -44,6 +44,8 @@ void x3_tiny_write(const char *dir, const x3_tiny *t);
 void x3_tiny_tokenizer(const char *dir);
 /* A text of n random letters, blanks and line ends. */
 void x3_tiny_text(const char *path, size_t n, uint64_t seed);
+/* XXH3 of a pack's only shard. */
+uint64_t x3_test_shard_hash(const char *pack);
 /* Writes a file. */
 void x3_test_write(const char *path, const void *data, size_t n);
 

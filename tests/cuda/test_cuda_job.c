@@ -56,15 +56,6 @@ static double run_job(const char *model, const char *out, const char *device, co
     return error;
 }
 
-static uint64_t shard_hash(const char *dir)
-{
-    uint64_t hash = 0;
-    x3_err err = {0};
-
-    CHECK_OK(x3_hash_file(x3_test_path(dir, "model-00001-of-00001.safetensors"), &hash, &err), &err);
-    return hash;
-}
-
 static void check_verifies(const x3_pair *p, const char *pack, const char *source)
 {
     x3_device *const both[] = {p->cpu, p->gpu};
@@ -127,7 +118,7 @@ X3_TEST(cuda_job_of_the_bundled_model_is_as_good_as_the_cpus_and_scores_alike)
         error[i] = run_job(BUNDLED, packs[i], i == 0 ? "cpu" : "cuda", calibration, 4, 60, 512, 3);
     }
     run_job(BUNDLED, packs[2], "cuda", calibration, 4, 60, 512, 3);
-    CHECK_MSG(shard_hash(packs[1]) == shard_hash(packs[2]), "two runs on the GPU give other bytes");
+    CHECK_MSG(x3_test_shard_hash(packs[1]) == x3_test_shard_hash(packs[2]), "two runs on the GPU give other bytes");
     check_verifies(&p, packs[1], BUNDLED);
     for (int i = 0; i < 2; i++)
         for (int j = 0; j < 2; j++) {
@@ -207,7 +198,7 @@ X3_TEST(cuda_job_killed_and_resumed_gives_the_same_bytes)
         kills += !run_program(arguments, 1 + whole * i / 5);
     CHECK(run_program(arguments, 0));
     printf("    %d kills of a job of %d ms\n", kills, whole);
-    CHECK(kills > 0 && shard_hash(out) == shard_hash(again));
+    CHECK(kills > 0 && x3_test_shard_hash(out) == x3_test_shard_hash(again));
     check_verifies(&p, again, model);
     x3_pair_close(&p);
 }
@@ -248,7 +239,7 @@ X3_TEST(cuda_job_out_of_memory_says_what_to_change_and_goes_on_later)
     CHECK_OK(x3_job_run(job, &err), &err);
     x3_job_close(job);
     x3_findings_free(&findings);
-    CHECK(shard_hash(packs[0]) == shard_hash(packs[1]));
+    CHECK(x3_test_shard_hash(packs[0]) == x3_test_shard_hash(packs[1]));
     x3_pair_close(&p);
 }
 
