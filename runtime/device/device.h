@@ -265,14 +265,15 @@ typedef struct x3_device_ops {
     x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
                           float *d_out, x3_err *err);
     /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
-     * the attention of GQA layers, and what treats rows alike, are the same but for what describe tells the device and what
-     * lies in device memory. 0: such a batch cannot be recorded. */
+     * attention, delta nets, mixtures of experts and what treats rows alike are the same but for what describe tells the
+     * device and what lies in device memory; select is not. 0: such a batch cannot be recorded. */
     x3_status (*describe)(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
     /* Operations from record_begin on are kept and not done; none may wait or move data to or from the host. The same
      * operations have been done before: scratch cannot grow meanwhile. record_end after a failure too. */
     x3_status (*record_begin)(x3_device *dev, x3_err *err);
     x3_status (*record_end)(x3_device *dev, x3_recording **out, x3_err *err);
-    /* Scratch that recordings use; another number means that earlier ones cannot be repeated any more. */
+    /* Of what recordings use (scratch, what is known of experts); another number means that earlier ones cannot be repeated
+     * any more. */
     uint64_t (*generation)(const x3_device *dev);
     x3_status (*repeat)(x3_device *dev, const x3_recording *r, x3_err *err);
     void (*record_free)(x3_device *dev, x3_recording *r);

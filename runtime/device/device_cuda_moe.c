@@ -1,8 +1,10 @@
 /* Operations of the CUDA device for mixtures of experts.
  *
  * A linear of all experts is one launch for every kind of weight among them (a dense type, or EXL3 of a codebook with any K
- * from 1 to 8: packs have one); how many rows an expert has stays on the device. What the launches need to know of the weights is a table that goes to the device once: experts of a
- * layer keep it while they stay what they are. */
+ * from 1 to 8: packs have one). How many rows an expert has stays on the device: launches have blocks for all experts, and
+ * those without rows leave at once, so their shapes depend on the number of slots alone and they can be recorded.
+ * What they need to know of the weights is a table that goes to the device once: experts of a layer keep it while they stay
+ * what they are. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,7 +59,7 @@ struct x3_cuda_experts {
     void *host, *d;
 };
 
-#define TABLES 512 /* kept at most */
+#define TABLES 512 /* kept at most: of a job whose weights come and go, those of former layers too */
 
 static x3_status check_weight(const x3_weight *w, const x3_weight *first, x3_err *err)
 {
@@ -105,8 +107,10 @@ out:
     return rc;
 }
 
+/* Recordings use tables: those made up to now cannot be repeated any more. */
 static void drop_tables(x3_device_cuda *cuda)
 {
+    cuda->generation++;
     for (size_t i = 0; i < cuda->n_experts; i++) {
         x3_device_free(&cuda->base, cuda->experts[i].d);
         free(cuda->experts[i].host);
@@ -133,6 +137,10 @@ static x3_status place_table(x3_device_cuda *cuda, void *host, size_t n_bytes, v
             *d = known->d;
             goto out;
         }
+    }
+    if (cuda->recording) {
+        rc = x3_fail(err, X3_ERR_DEVICE, "CUDA: experts that were not described are being recorded");
+        goto out;
     }
     if (cuda->experts == NULL)
         X3_TRY(rc, out, x3_alloc(&cuda->experts, TABLES, sizeof *cuda->experts, err));

@@ -103,13 +103,23 @@ out:
     return rc;
 }
 
-/* Layers whose operations ask for nothing from the host between steps. */
-static bool can_record(const x3_device *dev, const x3_model *m)
+/* Rows of a step that can be recorded, at most. 0: none can, because an indexer chooses among positions in launches that
+ * depend on how many there are, or because the device does not record. Latent attention of more rows takes its batch in
+ * parts, which the device would have to be told of one by one. */
+static size_t recorded_rows(const x3_device *dev, const x3_model *m, size_t max_positions)
 {
-    for (size_t i = 0; i < m->n_layers; i++)
-        if (m->layers[i].mixer != X3_MIXER_GQA || m->layers[i].ffn != X3_FFN_MLP)
-            return false;
-    return dev->ops->record_begin != NULL;
+    size_t rows = SIZE_MAX;
+
+    if (dev->ops->record_begin == NULL)
+        return 0;
+    for (size_t i = 0; i < m->n_layers; i++) {
+        const x3_layer_desc *l = &m->layers[i];
+        if (l->mixer == X3_MIXER_MLA && l->mla.index.topk != 0 && l->mla.index.topk < max_positions)
+            return 0;
+        if (l->mixer == X3_MIXER_MLA)
+            rows = X3_MLA_ROWS;
+    }
+    return rows;
 }
 
 x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpoint *c, const x3_resident_options *o,
@@ -131,7 +141,7 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, 2 * o->max_rows * sizeof *r->d_positions, err));
-    r->records = can_record(dev, m) && r->embed.kind != X3_WEIGHT_NONE;
+    r->recorded_rows = r->embed.kind != X3_WEIGHT_NONE ? recorded_rows(dev, m, o->max_positions) : 0;
     if (x3_model_selected(m, o->max_positions) != 0)
         X3_TRY(rc, out, x3_device_alloc(dev, &r->d_selected,
                                         o->max_rows * x3_model_selected(m, o->max_positions) * sizeof *r->d_selected, err));
@@ -286,7 +296,25 @@ static x3_recorded *recorded_of(x3_resident *r, uint64_t shape, bool *is_new)
     return e;
 }
 
-/* The first time done as it is (scratch grows), the second time recorded, then repeated. */
+/* A recording holds what happens on the device; delta nets keep on the host, too, where their states stand. */
+static x3_status repeat(x3_resident *r, const x3_recording *recording, const x3_batch *batch, x3_err *err)
+{
+    const x3_model *m = r->c->model;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].mixer == X3_MIXER_DELTA_NET)
+            X3_TRY(rc, out, x3_delta_net_check(&m->layers[i], &r->kv[i], batch, err));
+    X3_TRY(rc, out, r->dev->ops->repeat(r->dev, recording, err));
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].mixer == X3_MIXER_DELTA_NET)
+            x3_delta_net_passed(&r->kv[i], batch);
+out:
+    return rc;
+}
+
+/* The first time done as it is, and again while what recordings use still moves (scratch grows), then recorded, then
+ * repeated. */
 static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t shape, const size_t *outputs, x3_err *err)
 {
     const x3_device_ops *ops = r->dev->ops;
@@ -295,11 +323,8 @@ static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t sh
     x3_recorded *e = recorded_of(r, shape, &is_new);
     x3_status rc;
 
-    if (is_new) {
-        rc = run_device(r, batch, outputs, batch->n_rows, err);
-        e->generation = ops->generation(r->dev);
-        return rc;
-    }
+    if (is_new)
+        return run_device(r, batch, outputs, batch->n_rows, err);
     if (e->recording == NULL) {
         X3_TRY(rc, out, ops->record_begin(r->dev, err));
         const x3_status run = run_device(r, batch, outputs, batch->n_rows, err);
@@ -308,8 +333,9 @@ static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t sh
             rc = run;
         if (rc != X3_OK)
             goto out;
+        return ops->repeat(r->dev, e->recording, err); /* what the host keeps has been seen to above */
     }
-    rc = ops->repeat(r->dev, e->recording, err);
+    rc = repeat(r, e->recording, batch, err);
 out:
     return rc;
 }
@@ -333,7 +359,7 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
 
     X3_TRY(rc, out, check_step(r, sequences, n_sequences, n_rows, n_outputs, err));
     X3_TRY(rc, out, place_rows(r, &batch, ids, err));
-    if (r->records && outputs_are_rows(outputs, n_outputs, n_rows))
+    if (n_rows <= r->recorded_rows && outputs_are_rows(outputs, n_outputs, n_rows))
         X3_TRY(rc, out, ops->describe(r->dev, &batch, &shape, err));
     if (shape != 0)
         X3_TRY(rc, out, run_recorded(r, &batch, shape, outputs, err));
