@@ -304,7 +304,7 @@ static x3_status generate(struct session *s, const struct eval_values *v)
         X3_TRY(rc, out, encode_chat(v, tokenizer, &ids, &s->err));
     else
         X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
-    if (s->dev->host_memory)
+    if (s->dev->in_place_align != 0)
         X3_TRY(rc, out, x3_safetensors_map(pack->st, &s->err));
     X3_TRY(rc, out, x3_generator_create(&g, s->dev, pack, ids.n_items + v->max_tokens, &s->err));
     struct printer p = {.t = tokenizer};

@@ -7,21 +7,38 @@
 
 /* ---- memory ---- */
 
+/* The embedding as a linear. *name, which is its name, goes on the heap; NULL: the device does not look rows up. */
+static x3_status embed_of(x3_linear_desc *desc, char **name, const x3_device *dev, const x3_model *m, x3_err *err)
+{
+    const size_t length = strlen(m->embed_name), end = length - strlen(".weight");
+    x3_status rc;
+
+    *name = NULL;
+    if (dev->ops->embed == NULL || length < strlen(".weight") || strcmp(m->embed_name + end, ".weight") != 0)
+        return X3_OK;
+    rc = x3_strndup(name, m->embed_name, end, err);
+    *desc = (x3_linear_desc){.name = *name, .n_in = m->hidden, .n_out = m->vocab};
+    return rc;
+}
+
 /* Bytes of weights that are used where the files are mapped. kv_b of latent attention is made float32 when it is EXL3. */
-static x3_status mapped_bytes(const x3_device *dev, const x3_checkpoint *c, uint64_t *total, x3_err *err)
+static x3_status mapped_bytes(const x3_device *dev, const x3_checkpoint *c, x3_mapped_bytes *total, x3_err *err)
 {
     const x3_model *m = c->model;
     const x3_linear_desc *l;
-    uint64_t n;
-    x3_status rc = X3_OK;
+    x3_linear_desc embed;
+    char *name;
+    x3_status rc = embed_of(&embed, &name, dev, m, err);
 
-    *total = 0;
+    *total = (x3_mapped_bytes){0};
+    if (name != NULL && !(m->tied && x3_checkpoint_weight(c, &m->head) != NULL)) /* else it is the head's */
+        rc = x3_linear_mapped(dev, c, &embed, total, err);
+    free(name);
     for (size_t i = 0, layer; (l = x3_model_linear(m, i, &layer)) != NULL && rc == X3_OK; i++) {
         const x3_layer_desc *of = layer < m->n_layers ? &m->layers[layer] : NULL;
         if (of != NULL && of->mixer == X3_MIXER_MLA && l == &of->linears[of->mla.kv_b] && x3_checkpoint_weight(c, l) == NULL)
             continue;
-        rc = x3_linear_mapped(dev, c, l, &n, err);
-        *total += n;
+        rc = x3_linear_mapped(dev, c, l, total, err);
     }
     return rc;
 }
@@ -30,7 +47,8 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
                                 x3_err *err)
 {
     const x3_model *model = c->model;
-    uint64_t weights = 0, cache = 0, mapped;
+    x3_mapped_bytes mapped;
+    uint64_t weights = 0, cache = 0;
     bool overflow = false;
     x3_status rc = mapped_bytes(dev, c, &mapped, err);
 
@@ -53,7 +71,8 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
         m->scratch = x3_max_size(m->scratch, dev->ops->step_bytes(dev, l->n_in, l->n_out, o->max_rows));
     }
     m->weights = weights;
-    m->mapped = mapped;
+    m->mapped = mapped.in_place;
+    m->misaligned = mapped.misaligned;
     m->cache = cache;
     m->scratch += x3_forward_bytes(model, o->max_rows, o->max_positions) +
                  ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float) +
@@ -63,24 +82,16 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
 
 /* ---- life ---- */
 
-/* The embedding, where the device looks rows up: the head's weight if that is the same. */
 static x3_status load_embed(x3_resident *r, x3_err *err)
 {
-    const x3_model *m = r->c->model;
-    const size_t length = strlen(m->embed_name), end = length - strlen(".weight");
-    char *name = NULL;
-    x3_status rc = X3_OK;
+    x3_linear_desc desc;
+    char *name;
+    x3_status rc = embed_of(&desc, &name, r->dev, r->c->model, err);
 
-    if (r->dev->ops->embed == NULL || length < strlen(".weight") || strcmp(m->embed_name + end, ".weight") != 0)
-        return X3_OK;
-    if (m->tied && r->head.kind != X3_WEIGHT_EXL3) {
+    if (name != NULL && r->c->model->tied && r->head.kind != X3_WEIGHT_EXL3)
         r->embed = r->head;
-        return X3_OK;
-    }
-    X3_TRY(rc, out, x3_strndup(&name, m->embed_name, end, err));
-    const x3_linear_desc desc = {.name = name, .n_in = m->hidden, .n_out = m->vocab};
-    rc = x3_linear_load(&r->embed, r->dev, r->c, &desc, err);
-out:
+    else if (name != NULL)
+        rc = x3_linear_load(&r->embed, r->dev, r->c, &desc, err);
     free(name);
     return rc;
 }

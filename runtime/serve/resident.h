@@ -50,6 +50,7 @@ typedef struct x3_resident {
 typedef struct x3_resident_memory {
     size_t weights, cache, scratch; /* bytes */
     size_t mapped;                  /* of weights: used in place from the mapped files, in the page cache */
+    size_t misaligned;              /* of weights: copied, because the device cannot use them at their address in the file */
 } x3_resident_memory;
 
 x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, const x3_checkpoint *c,

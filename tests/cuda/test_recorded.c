@@ -4,14 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "formats/io.h"
-#include "quant/job_internal.h"
-#include "quant/plan.h"
 #include "runtime/serve/resident.h"
 #include "tests/cuda/device_pair.h"
 #include "tests/family_check.h"
 #include "tests/test.h"
-#include "tests/tiny_model.h"
 
 /* ---- operations of a mixture of experts ---- */
 
@@ -314,16 +310,6 @@ static void check_steps(x3_device *dev, const char *dir, x3_kv_type type)
     x3_checkpoint_close(c);
 }
 
-static void write_moe(const char *dir, const char *type, size_t dense)
-{
-    const float correction[8] = {0.4f, -0.3f, 0.1f, 0, 0.2f, -0.1f, 0.3f, 0};
-    x3_tiny t = X3_TINY_MOE(type);
-
-    t.dense = dense;
-    t.correction = correction;
-    x3_tiny_write(dir, &t);
-}
-
 X3_TEST(cuda_steps_of_experts_recorded_give_the_bits_of_steps_that_are_not)
 {
     static const char *const types[] = {"qwen3_moe", "glm4_moe", "mixtral"};
@@ -333,7 +319,7 @@ X3_TEST(cuda_steps_of_experts_recorded_give_the_bits_of_steps_that_are_not)
     snprintf(root, sizeof root, "%s", x3_test_temp_dir());
     for (size_t i = 0; i < 3; i++) {
         snprintf(dir, sizeof dir, "%s/%s", root, types[i]);
-        write_moe(dir, types[i], i == 1);
+        x3_test_write_moe(dir, types[i], i == 1);
         check_steps(p.gpu, dir, X3_KV_F32);
         check_steps(p.gpu, dir, X3_KV_INT8);
     }
@@ -391,38 +377,6 @@ X3_TEST(cuda_a_recorded_step_of_a_delta_net_at_a_position_that_its_state_has_not
     x3_pair_close(&p);
 }
 
-/* A pack whose experts have every K from 1 to 8. */
-static void write_mixed_pack(const char *root, const char *type, const char *pack)
-{
-    static const char *const texts[] = {"tests/data/text/calib_prose.txt"};
-    char model[400], recipe[400];
-    x3_job_options o = {.model = model, .out = pack, .recipe = recipe, .quant = X3_QUANT_DEFAULTS, .texts = texts, .n_texts = 1, .rows = 4,
-                        .cols = 64, .device = "cpu", .command = "test"};
-    x3_findings findings = {0};
-    x3_allocation uniform;
-    x3_recipe *r = NULL;
-    x3_job *job = NULL;
-    x3_err err = {0};
-
-    snprintf(model, sizeof model, "%s/model", root);
-    snprintf(recipe, sizeof recipe, "%s/recipe.yaml", root);
-    write_moe(model, type, 0);
-    x3_checkpoint *c = x3_test_open_model(model);
-    CHECK_OK(x3_allocate_uniform(&uniform, c->model, 4, 6, X3_TIE_NONE, &err), &err);
-    CHECK_OK(x3_recipe_of(&r, c->model, &uniform, &err), &err);
-    for (size_t i = 0; i < r->n_tensors; i++)
-        if (strstr(r->tensors[i].name, ".experts.") != NULL)
-            r->tensors[i].bits = 1 + (int)(i * 5 % 8);
-    CHECK_OK(x3_recipe_save(r, recipe, &err), &err);
-    x3_recipe_free(r);
-    x3_allocation_free(&uniform);
-    x3_checkpoint_close(c);
-    CHECK_OK(x3_job_open(&job, &o, NULL, &findings, &err), &err);
-    CHECK_OK(x3_job_run(job, &err), &err);
-    x3_job_close(job);
-    x3_findings_free(&findings);
-}
-
 X3_TEST(cuda_steps_of_a_pack_with_experts_of_every_k_recorded_give_the_bits_of_steps_that_are_not)
 {
     static const char *const types[] = {"qwen3_moe", "glm4_moe"};
@@ -433,7 +387,7 @@ X3_TEST(cuda_steps_of_a_pack_with_experts_of_every_k_recorded_give_the_bits_of_s
     for (size_t i = 0; i < 2; i++) {
         snprintf(dir, sizeof dir, "%s/%zu", root, i);
         snprintf(pack, sizeof pack, "%s/pack", dir);
-        write_mixed_pack(dir, types[i], pack);
+        x3_test_write_mixed_pack(dir, types[i], pack);
         check_steps(p.gpu, pack, X3_KV_F32);
         check_steps(p.gpu, pack, X3_KV_BF16);
     }
