@@ -265,8 +265,8 @@ typedef struct x3_device_ops {
     x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
                           float *d_out, x3_err *err);
     /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
-     * attention, delta nets, mixtures of experts and what treats rows alike are the same but for what describe tells the
-     * device and what lies in device memory; select is not. 0: such a batch cannot be recorded. */
+     * all forward operations are the same but for what describe tells the device and what lies in device memory; select where
+     * both have rows at positions past n_selected, or both have none. Below 2^52. 0: such a batch cannot be recorded. */
     x3_status (*describe)(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
     /* Operations from record_begin on are kept and not done; none may wait or move data to or from the host. The same
      * operations have been done before: scratch cannot grow meanwhile. record_end after a failure too. */

@@ -114,23 +114,16 @@ out:
     return rc;
 }
 
-/* Rows of a step that can be recorded, at most. 0: none can, because an indexer chooses among positions in launches that
- * depend on how many there are, or because the device does not record. Latent attention of more rows takes its batch in
- * parts, which the device would have to be told of one by one. */
-static size_t recorded_rows(const x3_device *dev, const x3_model *m, size_t max_positions)
+/* Rows of a step that can be recorded, at most. Latent attention of more takes its batch in parts, which the device would have
+ * to be told of one by one. */
+static size_t recorded_rows(const x3_device *dev, const x3_model *m)
 {
-    size_t rows = SIZE_MAX;
-
     if (dev->ops->record_begin == NULL)
         return 0;
-    for (size_t i = 0; i < m->n_layers; i++) {
-        const x3_layer_desc *l = &m->layers[i];
-        if (l->mixer == X3_MIXER_MLA && l->mla.index.topk != 0 && l->mla.index.topk < max_positions)
-            return 0;
-        if (l->mixer == X3_MIXER_MLA)
-            rows = X3_MLA_ROWS;
-    }
-    return rows;
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].mixer == X3_MIXER_MLA)
+            return X3_MLA_ROWS;
+    return SIZE_MAX;
 }
 
 x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpoint *c, const x3_resident_options *o,
@@ -152,7 +145,7 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, 2 * o->max_rows * sizeof *r->d_positions, err));
-    r->recorded_rows = r->embed.kind != X3_WEIGHT_NONE ? recorded_rows(dev, m, o->max_positions) : 0;
+    r->recorded_rows = r->embed.kind != X3_WEIGHT_NONE ? recorded_rows(dev, m) : 0;
     if (x3_model_selected(m, o->max_positions) != 0)
         X3_TRY(rc, out, x3_device_alloc(dev, &r->d_selected,
                                         o->max_rows * x3_model_selected(m, o->max_positions) * sizeof *r->d_selected, err));
@@ -351,6 +344,23 @@ out:
     return rc;
 }
 
+/* The device's shape, and beside it in how many layers an indexer chooses among positions: those run other operations. */
+static x3_status describe(const x3_resident *r, const x3_batch *batch, uint64_t *shape, x3_err *err)
+{
+    const x3_model *m = r->c->model;
+    size_t longest = 0;
+    uint64_t n_chosen = 0;
+    x3_status rc = r->dev->ops->describe(r->dev, batch, shape, err);
+
+    for (size_t i = 0; i < batch->n_sequences; i++)
+        longest = x3_max_size(longest, batch->sequences[i].position + batch->sequences[i].n_rows);
+    for (size_t i = 0; i < m->n_layers; i++)
+        n_chosen += m->layers[i].mixer == X3_MIXER_MLA && m->layers[i].mla.index.topk != 0 && longest > m->layers[i].mla.index.topk;
+    if (*shape != 0)
+        *shape |= n_chosen << 52;
+    return rc;
+}
+
 static bool outputs_are_rows(const size_t *outputs, size_t n_outputs, size_t n_rows)
 {
     for (size_t i = 0; i < n_outputs; i++)
@@ -371,7 +381,7 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
     X3_TRY(rc, out, check_step(r, sequences, n_sequences, n_rows, n_outputs, err));
     X3_TRY(rc, out, place_rows(r, &batch, ids, err));
     if (n_rows <= r->recorded_rows && outputs_are_rows(outputs, n_outputs, n_rows))
-        X3_TRY(rc, out, ops->describe(r->dev, &batch, &shape, err));
+        X3_TRY(rc, out, describe(r, &batch, &shape, err));
     if (shape != 0)
         X3_TRY(rc, out, run_recorded(r, &batch, shape, outputs, err));
     else

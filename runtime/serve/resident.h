@@ -1,6 +1,6 @@
 /* A whole model on a device: all layers, the head, and a paged cache for many sequences. One call runs a batch of rows
  * of several sequences through it. Where the device records (CUDA graphs), steps of one row a sequence are recorded, once a
- * shape, and repeated, with the same bits: all layer kinds but latent attention whose indexer chooses among positions.
+ * shape, and repeated, with the same bits, for all layer kinds; of models with latent attention up to 256 rows.
  *
  * Weights of a checkpoint that was mapped before (x3_safetensors_map) are used in place where the device can (weights.h). A
  * step fails with the file's name when a mapped file has changed meanwhile; a file cut short under a step may kill the process
