@@ -16,7 +16,7 @@ typedef struct expert_args {
     const void *parts; /* x3_cuda_rotated */
     const float *unit;
     int first_slot, end_slot; /* that are rotated */
-    int n_units, n_stripes, n_out;
+    int n_list, n_units, n_stripes, n_out;
     uint32_t multiplier, addend; /* of the codebook: struct ones */
     float *y;
     size_t ldy;

@@ -1,8 +1,9 @@
 /* Operations of the CUDA device for mixtures of experts.
  *
  * A linear of all experts is one launch for every kind of weight among them (a dense type, or EXL3 of a codebook with any K
- * from 1 to 8: packs have one). How many rows an expert has stays on the device: launches have blocks for all experts, and
- * those without rows leave at once, so their shapes depend on the number of slots alone and they can be recorded.
+ * from 1 to 8: packs have one). How many rows an expert has stays on the device: launches have blocks for as many experts
+ * as can have some, and those without leave at once, so their shapes depend on the number of slots alone and they can be
+ * recorded.
  * What they need to know of the weights is a table that goes to the device once: experts of a layer keep it while they stay
  * what they are. */
 #include <stdlib.h>

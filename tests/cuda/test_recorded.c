@@ -137,12 +137,12 @@ static void check_chain(const x3_pair *p, const x3_weight *up, const x3_weight *
     close_chain(p, &c);
 }
 
-/* What expert e is: -1 BF16, -2 F16, -3 F32, else K. */
-static x3_twin_weight make_expert(const x3_pair *p, int kind, int e, size_t n_out, size_t n_in)
+/* kind: -1 BF16, -2 F16, -3 F32, else K. */
+static x3_twin_weight make_expert(const x3_pair *p, int kind, x3_codebook codebook, size_t n_out, size_t n_in)
 {
     static const x3_weight_kind dense[] = {X3_WEIGHT_NONE, X3_WEIGHT_BF16, X3_WEIGHT_F16, X3_WEIGHT_F32};
 
-    return kind < 0 ? x3_twin_dense(p, dense[-kind], n_out, n_in) : x3_twin_exl3(p, kind, (x3_codebook)(e % 3), n_out, n_in);
+    return kind < 0 ? x3_twin_dense(p, dense[-kind], n_out, n_in) : x3_twin_exl3(p, kind, codebook, n_out, n_in);
 }
 
 X3_TEST(cuda_experts_of_mixed_kinds_recorded_and_repeated_with_other_rows_give_the_bits_of_a_direct_call)
@@ -157,8 +157,9 @@ X3_TEST(cuda_experts_of_mixed_kinds_recorded_and_repeated_with_other_rows_give_t
         x3_twin_weight twins[2 * EXPERTS];
         x3_weight up[EXPERTS], down[EXPERTS];
         for (int e = 0; e < EXPERTS; e++) {
-            twins[2 * e] = make_expert(&p, kinds[k][e], e, INNER, n_in);
-            twins[2 * e + 1] = make_expert(&p, kinds[k][EXPERTS - 1 - e], e, n_in, INNER);
+            const x3_codebook codebook = k == 0 ? X3_CB_MUL1 : (x3_codebook)(e % 3); /* one launch for more experts than slots */
+            twins[2 * e] = make_expert(&p, kinds[k][e], codebook, INNER, n_in);
+            twins[2 * e + 1] = make_expert(&p, kinds[k][EXPERTS - 1 - e], codebook, n_in, INNER);
             up[e] = twins[2 * e].gpu;
             down[e] = twins[2 * e + 1].gpu;
         }
@@ -179,8 +180,8 @@ X3_TEST(cuda_experts_that_the_device_has_not_seen_are_refused_while_recording)
     x3_err err = {0}, end_err = {0};
 
     for (int e = 0; e < EXPERTS; e++) {
-        twins[2 * e] = make_expert(&p, -1, e, INNER, 64);
-        twins[2 * e + 1] = make_expert(&p, -1, e, 64, INNER);
+        twins[2 * e] = make_expert(&p, -1, X3_CB_MUL1, INNER, 64);
+        twins[2 * e + 1] = make_expert(&p, -1, X3_CB_MUL1, 64, INNER);
         up[e] = twins[2 * e].gpu;
         down[e] = twins[2 * e + 1].gpu;
     }
