@@ -33,7 +33,8 @@ const void *x3_expert_kernel(x3_codebook codebook, expert_shape s);
 /* Shared memory of experts of at most K bits: stages of words and rows, in whose place the sums [rows][132] come at last. */
 static inline size_t expert_shared_bytes(int K, expert_shape s)
 {
-    const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS * (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
+    const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS *
+                          (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
 
     return x3_max_size(stages, (size_t)EXPERT_ROWS(s) * (EXPERT_OUTS + 4) * sizeof(float));
 }

@@ -21,8 +21,8 @@ size_t x3_layer_weights_bytes(const x3_checkpoint *c, const x3_layer_desc *desc)
 /* One linear: an EXL3 group where the checkpoint has one, else the dense weight in its own type (FP8 becomes float32
  * with its scales applied). Where the shards are mapped (x3_safetensors_map), the device reads mappings (in_place_align) and
  * the bytes are aligned as it asks, the trellis or the dense weight is used where it lies (w->borrowed) and not read: the
- * checkpoint must then outlive the weight, and the file must not change. Scales, biases, vectors, FP8 and columns of a tensor of experts are
- * converted, so always copied. */
+ * checkpoint must then outlive the weight, and the file must not change. Scales, biases, vectors, FP8 and columns of a
+ * tensor of experts are converted, so always copied. */
 x3_status x3_linear_load(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc,
                          x3_err *err) X3_MUST;
 void x3_linear_free(x3_weight *w, x3_device *dev);

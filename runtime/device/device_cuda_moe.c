@@ -91,8 +91,8 @@ static x3_status fill_table(const x3_expert_args *a, void *table, size_t *counts
         const x3_weight *w = &a->weights[e * a->stride];
         const bool exl3 = w->kind == X3_WEIGHT_EXL3;
         X3_TRY(rc, out, check_weight(w, a->weights, err));
-        experts[e] = (x3_cuda_expert){.d_w = w->data, .K = exl3 ? (size_t)w->K : 0, .d_suh = exl3 ? w->suh : NULL, .d_svh = exl3 ? w->svh : NULL,
-                                      .d_bias = w->bias};
+        experts[e] = (x3_cuda_expert){.d_w = w->data, .K = exl3 ? (size_t)w->K : 0, .d_suh = exl3 ? w->suh : NULL,
+                                      .d_svh = exl3 ? w->svh : NULL, .d_bias = w->bias};
         *aligned = *aligned && (uintptr_t)w->data % 16 == 0;
         counts[kind_of(w) + 1]++;
         if (exl3 && w->K > most_K[kind_of(w)])
