@@ -52,7 +52,8 @@ x3_status x3_cuda_delta_rule(const x3_cuda_delta *d, const x3_cuda_batch *batch,
                              x3_err *err) X3_MUST;
 
 /* runtime/device/device.h, x3_select_args, for rows [first_row, first_row + n_rows) of the batch. Scores are sums over dimensions,
- * then over heads, from first to last. d_scores [n_rows][n_positions]; n_positions: of the longest sequence, at most. */
+ * then over heads, from first to last. d_scores [n_rows][n_positions]; n_positions: as many as the longest sequence has, or
+ * more. */
 typedef struct x3_cuda_select {
     const float *d_q, *d_weights;
     size_t n_heads, dim, n_selected;

@@ -136,6 +136,7 @@ x3_status x3_cuda_expert_exl3(const x3_cuda_info *info, const x3_cuda_slots *slo
     a.unit = rows->d_unit;
     a.first_slot = (int)rows->first_slot;
     a.end_slot = (int)(rows->first_slot + rows->n_slots);
+    a.n_list = (int)n_list;
     a.n_units = (int)(shape->n_in_padded / X3_TILE);
     a.n_stripes = (int)(shape->n_out_padded / EXPERT_OUTS);
     a.n_out = (int)shape->n_out;
@@ -147,7 +148,8 @@ x3_status x3_cuda_expert_exl3(const x3_cuda_info *info, const x3_cuda_slots *slo
     a.y_whole = (uintptr_t)slots->d_y % 16 == 0 && slots->ldy % 4 == 0;
     /* blocks that share an expert's rows: enough for twice the mean; more rows are walked through */
     const size_t mean = (2 * rows->n_slots + n_list * at_once - 1) / (n_list * at_once);
-    const dim3 grid((unsigned)a.n_stripes, (unsigned)n_list, (unsigned)x3_max_size(1, x3_min_size(most, mean)));
+    const dim3 grid((unsigned)a.n_stripes, (unsigned)x3_min_size(n_list, rows->n_slots), (unsigned)x3_max_size(1, x3_min_size(most, mean)));
     void *args[] = {&a};
-    return x3_cuda_launch(info, x3_expert_kernel(shape->codebook, s), grid, EXPERT_THREADS, expert_shared_bytes(shape->K, s), false, stream, args, "experts", err);
+    return x3_cuda_launch(info, x3_expert_kernel(shape->codebook, s), grid, EXPERT_THREADS, expert_shared_bytes(shape->K, s), false,
+                          stream, args, "experts", err);
 }

@@ -16,7 +16,7 @@ typedef struct expert_args {
     const void *parts; /* x3_cuda_rotated */
     const float *unit;
     int first_slot, end_slot; /* that are rotated */
-    int n_units, n_stripes, n_out;
+    int n_list, n_units, n_stripes, n_out;
     uint32_t multiplier, addend; /* of the codebook: struct ones */
     float *y;
     size_t ldy;
@@ -33,7 +33,8 @@ const void *x3_expert_kernel(x3_codebook codebook, expert_shape s);
 /* Shared memory of experts of at most K bits: stages of words and rows, in whose place the sums [rows][132] come at last. */
 static inline size_t expert_shared_bytes(int K, expert_shape s)
 {
-    const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS * (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
+    const size_t stages = (size_t)EXPERT_STAGES(s == EXPERT_FEW) * EXPERT_STAGE_UNITS *
+                          (size_t)(EXPERT_OUTS / 16 * 32 * K + EXPERT_ROWS(s) * 64);
 
     return x3_max_size(stages, (size_t)EXPERT_ROWS(s) * (EXPERT_OUTS + 4) * sizeof(float));
 }

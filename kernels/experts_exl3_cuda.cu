@@ -140,12 +140,45 @@ static __device__ __noinline__ void run_expert(const expert_args &a, const x3_cu
     }
 }
 
+/* The expert of this block. There are blocks for all of the list, or for as many as can have rows: block n is then for the nth
+ * that has some, -1: there are fewer. */
+static __device__ __forceinline__ int expert_of_block(const expert_args &a)
+{
+    __shared__ int counts[EXPERT_THREADS / X3_WARP], found;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int before = 0;
+
+    if ((int)gridDim.y == a.n_list)
+        return a.list[blockIdx.y];
+    if (threadIdx.x == 0)
+        found = -1;
+    for (int base = 0; base < a.n_list && before <= (int)blockIdx.y; base += EXPERT_THREADS) {
+        const int i = base + threadIdx.x, e = i < a.n_list ? a.list[i] : -1;
+        const bool has = e >= 0 && min(a.first[e + 1], a.end_slot) > max(a.first[e], a.first_slot);
+        const uint32_t lanes = __ballot_sync(X3_ALL_LANES, has);
+        int rank = before + __popc(lanes & ((1u << lane) - 1));
+        if (lane == 0)
+            counts[warp] = __popc(lanes);
+        __syncthreads();
+        for (int w = 0; w < EXPERT_THREADS / X3_WARP; w++) {
+            rank += w < warp ? counts[w] : 0;
+            before += counts[w];
+        }
+        if (has && rank == (int)blockIdx.y)
+            found = e;
+        __syncthreads();
+    }
+    return found;
+}
+
 template <int CODEBOOK, int TILES, int NT>
 static __global__ void __launch_bounds__(EXPERT_THREADS, NT > 1 ? 2 : 4) experts(const __grid_constant__ expert_args a)
 {
-    const int e = a.list[blockIdx.y];
-    const x3_cuda_expert expert = a.experts[e];
+    const int e = expert_of_block(a);
 
+    if (e < 0)
+        return;
+    const x3_cuda_expert expert = a.experts[e];
     switch (expert.K) { /* the same for the whole block */
     case 1: run_expert<1, CODEBOOK, TILES, NT>(a, expert, e); break;
     case 2: run_expert<2, CODEBOOK, TILES, NT>(a, expert, e); break;

@@ -63,6 +63,7 @@ static __device__ __forceinline__ int take_best(float *x, int n, int lane)
             at = other_at;
         }
     }
+    __syncwarp(); /* all lanes have read: a shuffle orders registers, not shared memory */
     if (lane == 0)
         x[at] = -CUDART_INF_F;
     __syncwarp();

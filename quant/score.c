@@ -220,42 +220,72 @@ void x3_score_free(x3_score *s)
 
 /* ---- two packs ---- */
 
-x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference *r, const char *path, x3_err *err)
+static x3_status read_rows(x3_other_score *out, const cJSON *rows, size_t n_rows, const char *path, x3_err *err)
 {
-    const cJSON *kl, *rows, *row;
-    cJSON *receipt = NULL;
-    double *difference = NULL;
-    uint64_t reference = 0;
+    const cJSON *row;
     size_t i = 0;
     x3_status rc;
 
-    *out = (x3_paired){0};
+    if (!cJSON_IsArray(rows) || (size_t)cJSON_GetArraySize(rows) != n_rows)
+        return x3_fail(err, X3_ERR_INPUT, "%s: kl.rows has %d numbers, the reference %zu rows", path,
+                       cJSON_IsArray(rows) ? cJSON_GetArraySize(rows) : 0, n_rows);
+    rc = x3_alloc(&out->row_kl, n_rows, sizeof *out->row_kl, err);
+    if (rc != X3_OK)
+        return rc;
+    cJSON_ArrayForEach(row, rows) {
+        if (!cJSON_IsNumber(row))
+            return x3_fail(err, X3_ERR_INPUT, "%s: kl.rows[%zu] is not a number", path, i);
+        out->row_kl[i++] = row->valuedouble;
+    }
+    return X3_OK;
+}
+
+x3_status x3_other_score_read(x3_other_score *out, const x3_reference *r, const char *path, x3_err *err)
+{
+    const cJSON *kl;
+    cJSON *receipt = NULL;
+    uint64_t reference = 0;
+    x3_status rc;
+
+    *out = (x3_other_score){0};
     X3_TRY(rc, out, x3_json_load(&receipt, path, err));
     X3_TRY(rc, out, x3_record_hash(x3_json_get(receipt, "reference"), "xxh3", path, &reference, err));
     X3_TRY(rc, out, x3_record_hash(x3_json_get(receipt, "pack"), "xxh3", path, &out->pack, err));
-    kl = x3_json_get(receipt, "kl");
-    rows = kl == NULL ? NULL : x3_json_get(kl, "rows");
-    if (reference != r->hash)
+    if (reference != r->hash) {
         rc = x3_fail(err, X3_ERR_INPUT, "%s: was scored against reference %016llx, this is %016llx (%s)", path,
                      (unsigned long long)reference, (unsigned long long)r->hash, r->path);
-    else if (!cJSON_IsArray(rows) || (size_t)cJSON_GetArraySize(rows) != s->n_rows)
-        rc = x3_fail(err, X3_ERR_INPUT, "%s: kl.rows has %d numbers, the reference %zu rows", path,
-                     cJSON_IsArray(rows) ? cJSON_GetArraySize(rows) : 0, s->n_rows);
-    X3_TRY(rc, out, rc);
-    X3_TRY(rc, out, x3_alloc(&difference, s->n_rows, sizeof *difference, err));
-    cJSON_ArrayForEach(row, rows) {
-        if (!cJSON_IsNumber(row)) {
-            rc = x3_fail(err, X3_ERR_INPUT, "%s: kl.rows[%zu] is not a number", path, i);
-            goto out;
-        }
-        difference[i] = s->row_kl[i] - row->valuedouble;
-        out->difference += difference[i++] / (double)s->n_rows;
+        goto out;
     }
-    out->stderr_ = standard_error(difference, s->n_rows);
+    kl = x3_json_get(receipt, "kl");
+    rc = read_rows(out, kl == NULL ? NULL : x3_json_get(kl, "rows"), r->n_rows, path, err);
 out:
-    free(difference);
+    if (rc != X3_OK)
+        x3_other_score_free(out);
     cJSON_Delete(receipt);
     return rc;
+}
+
+void x3_other_score_free(x3_other_score *other)
+{
+    free(other->row_kl);
+    *other = (x3_other_score){0};
+}
+
+x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_other_score *other, x3_err *err)
+{
+    double *difference = NULL;
+    x3_status rc = x3_alloc(&difference, s->n_rows, sizeof *difference, err);
+
+    *out = (x3_paired){.pack = other->pack};
+    if (rc != X3_OK)
+        return rc;
+    for (size_t i = 0; i < s->n_rows; i++) {
+        difference[i] = s->row_kl[i] - other->row_kl[i];
+        out->difference += difference[i] / (double)s->n_rows;
+    }
+    out->stderr_ = standard_error(difference, s->n_rows);
+    free(difference);
+    return X3_OK;
 }
 
 /* ---- receipt ---- */

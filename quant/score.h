@@ -19,6 +19,16 @@ x3_status x3_score_pack(x3_score *out, x3_device *dev, const x3_checkpoint *pack
                         const x3_progress *progress, x3_err *err) X3_MUST;
 void x3_score_free(x3_score *s);
 
+/* What the receipt of another pack says, for a comparison. */
+typedef struct x3_other_score {
+    uint64_t pack;  /* XXH3 of that pack */
+    double *row_kl; /* [n_rows] of the reference */
+} x3_other_score;
+
+/* `path`: the receipt. One of another reference, or of other rows, is refused: to be read before the work of a score. */
+x3_status x3_other_score_read(x3_other_score *out, const x3_reference *reference, const char *path, x3_err *err) X3_MUST;
+void x3_other_score_free(x3_other_score *other);
+
 /* This pack's KL less that of another pack scored against the same reference, row by row: text that is hard for both
  * cancels out, so the standard error is smaller than that of two means. */
 typedef struct x3_paired {
@@ -26,8 +36,7 @@ typedef struct x3_paired {
     uint64_t pack;              /* XXH3 of the other pack */
 } x3_paired;
 
-/* `path`: the other pack's receipt. One of another reference, or of other rows, is refused. */
-x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_reference *reference, const char *path, x3_err *err) X3_MUST;
+x3_status x3_score_against(x3_paired *out, const x3_score *s, const x3_other_score *other, x3_err *err) X3_MUST;
 
 /* The receipt: stable names (design/architecture.md), and kl.rows, the mean of each row. `against` may be NULL. */
 x3_status x3_score_receipt(cJSON **out, const x3_score *s, const x3_checkpoint *pack, const x3_reference *reference,

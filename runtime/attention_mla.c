@@ -6,7 +6,6 @@
 
 #include "runtime/forward.h"
 
-#define BLOCK_ROWS 256 /* rows that attend at a time: their queries in the latent space are wide */
 #define INDEX_NORM_EPS 1e-6f
 
 static size_t latent_dim(const x3_mla_desc *d)
@@ -28,7 +27,7 @@ struct parts {
 /* Carves the scratch up; returns the floats taken. */
 static size_t carve(const x3_mla_desc *d, size_t n, float *base, struct parts *p)
 {
-    const size_t block = x3_min_size(n, BLOCK_ROWS);
+    const size_t block = x3_min_size(n, X3_MLA_ROWS);
     const bool owns = d->index.n_heads != 0;
     const size_t sizes[] = {n * d->q_rank, n * d->n_heads * (d->nope_dim + d->rope_dim), n * latent_dim(d),
                             n * d->n_heads * d->v_dim, block * d->n_heads * latent_dim(d),
@@ -153,8 +152,8 @@ static x3_status attend(x3_forward *f, const x3_layer_weights *w, const x3_batch
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&sequences, batch->n_sequences, sizeof *sequences, err));
-    for (size_t row = 0; row < batch->n_rows; row += BLOCK_ROWS) {
-        x3_batch part = rows_of(batch, row, x3_min_size(BLOCK_ROWS, batch->n_rows - row), sequences);
+    for (size_t row = 0; row < batch->n_rows; row += X3_MLA_ROWS) {
+        x3_batch part = rows_of(batch, row, x3_min_size(X3_MLA_ROWS, batch->n_rows - row), sequences);
         x3_attention_args attention = {.d_q = p->d_block_q, .d_out = p->d_block_out, .n_heads = d->n_heads, .kv = kv,
                                        .scale = d->scale, .n_selected = topk,
                                        .d_selected = d_selected == NULL ? NULL : d_selected + row * topk};

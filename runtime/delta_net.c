@@ -59,8 +59,7 @@ out:
     return rc;
 }
 
-/* A sequence goes on where its state stands; position 0 starts anew. */
-static x3_status check_states(const x3_layer_desc *l, const x3_kv_layer *kv, const x3_batch *batch, x3_err *err)
+x3_status x3_delta_net_check(const x3_layer_desc *l, const x3_kv_layer *kv, const x3_batch *batch, x3_err *err)
 {
     for (size_t i = 0; i < batch->n_sequences; i++) {
         const x3_sequence *s = &batch->sequences[i];
@@ -72,6 +71,12 @@ static x3_status check_states(const x3_layer_desc *l, const x3_kv_layer *kv, con
                            s->slot, kv->slot_positions[s->slot], s->position);
     }
     return X3_OK;
+}
+
+void x3_delta_net_passed(x3_kv_layer *kv, const x3_batch *batch)
+{
+    for (size_t i = 0; i < batch->n_sequences; i++)
+        kv->slot_positions[batch->sequences[i].slot] = batch->sequences[i].position + batch->sequences[i].n_rows;
 }
 
 x3_status x3_delta_net_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
@@ -95,14 +100,13 @@ x3_status x3_delta_net_forward(x3_forward *f, const x3_layer_weights *w, const x
                           .d_qkv = p.d_mixed, .d_b = p.d_b, .d_a = p.d_a, .d_a_log = w->vectors[d->a_log],
                           .d_dt_bias = w->vectors[d->dt_bias], .d_out = p.d_out,
                           .d_state = kv->d_states + (d->kernel - 1) * c, .state_stride = kv->state_floats};
-    X3_TRY(rc, out, check_states(w->desc, kv, batch, err));
+    X3_TRY(rc, out, x3_delta_net_check(w->desc, kv, batch, err));
     X3_TRY(rc, out, project(f, w, d_in, n, &p, err));
     for (size_t i = 0; i < batch->n_sequences; i++) /* until both operations are done the states are neither here nor there */
         kv->slot_positions[batch->sequences[i].slot] = SIZE_MAX;
     X3_TRY(rc, out, ops->conv_silu(f->dev, &conv, batch, err));
     X3_TRY(rc, out, ops->delta_rule(f->dev, &rule, batch, err));
-    for (size_t i = 0; i < batch->n_sequences; i++)
-        kv->slot_positions[batch->sequences[i].slot] = batch->sequences[i].position + batch->sequences[i].n_rows;
+    x3_delta_net_passed(kv, batch);
     X3_TRY(rc, out, ops->rms_norm(f->dev, p.d_out, d->v_dim, n * d->n_v_heads, d->v_dim, w->vectors[d->norm],
                                   f->model->norm_eps, p.d_out, d->v_dim, err));
     X3_TRY(rc, out, ops->silu_mul(f->dev, p.d_z, p.d_out, n * value, p.d_out, err));

@@ -57,6 +57,11 @@ size_t x3_mlp_scratch(const x3_mlp_desc *d, size_t n_rows);
 x3_status x3_delta_net_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
                                const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
 size_t x3_delta_net_scratch(const x3_delta_net_desc *d, size_t n_rows);
+/* What x3_delta_net_forward does on the host, for whoever repeats a recording of it: a sequence goes on where its state
+ * stands, or from position 0, else an error; afterwards the states stand behind the batch. */
+x3_status x3_delta_net_check(const x3_layer_desc *l, const x3_kv_layer *kv, const x3_batch *batch, x3_err *err) X3_MUST;
+void x3_delta_net_passed(x3_kv_layer *kv, const x3_batch *batch);
+#define X3_MLA_ROWS 256 /* rows that attend at a time: their queries in the latent space are wide */
 x3_status x3_mla_forward(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv,
                          const float *d_in, float *d_out, float *d_scratch, x3_err *err) X3_MUST;
 size_t x3_mla_scratch(const x3_mla_desc *d, size_t n_rows);

@@ -137,20 +137,24 @@ out:
     return rc;
 }
 
-/* Where a device that shares the host's memory finds a tensor's data from byte `begin` on, aligned for elements of `size`;
- * NULL: it must be copied. */
+/* Where a device that reads mappings finds a tensor's data from byte `begin` on, aligned for elements of `size` and as the
+ * device asks; NULL: it must be copied. */
 static const void *in_place(const x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, uint64_t begin, size_t size)
 {
-    return dev->host_memory ? x3_safetensors_mapped(c->st, t, begin, size) : NULL;
+    return dev->in_place_align == 0 ? NULL : x3_safetensors_mapped(c->st, t, begin, x3_max_size(size, dev->in_place_align));
+}
+
+/* Whether a dense weight is one piece of its tensor that needs no conversion. */
+static bool is_one_piece(const x3_weight_place *p, size_t n_in)
+{
+    return p->tensor->dtype != X3_F8_E4M3 && p->in_stride == 1 && p->out_stride == n_in;
 }
 
 static const void *dense_in_place(const x3_device *dev, const x3_checkpoint *c, const x3_weight_place *p, size_t n_in)
 {
     const size_t size = x3_dtype_bytes(p->tensor->dtype);
 
-    if (p->tensor->dtype == X3_F8_E4M3 || p->in_stride != 1 || p->out_stride != n_in)
-        return NULL;
-    return in_place(dev, c, p->tensor, p->first * size, size);
+    return is_one_piece(p, n_in) ? in_place(dev, c, p->tensor, p->first * size, size) : NULL;
 }
 
 static x3_status load_dense(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_err *err)
@@ -249,7 +253,17 @@ out:
     return rc;
 }
 
-x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, uint64_t *n_bytes, x3_err *err)
+static void add_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_tensor *t, uint64_t begin, size_t size, uint64_t n_bytes,
+                       x3_mapped_bytes *total)
+{
+    if (in_place(dev, c, t, begin, size) != NULL)
+        total->in_place += n_bytes;
+    else if (dev->in_place_align != 0 && x3_safetensors_mapped(c->st, t, begin, 1) != NULL)
+        total->misaligned += n_bytes;
+}
+
+x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_mapped_bytes *total,
+                           x3_err *err)
 {
     x3_findings findings = {0};
     x3_weight_place p;
@@ -257,15 +271,16 @@ x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x
     bool found = false;
     x3_status rc = X3_OK;
 
-    *n_bytes = 0;
     if (c->is_pack) {
         X3_TRY(rc, out, x3_group_find(c->st, desc->name, &g, &found, &findings, err));
         X3_TRY(rc, out, x3_findings_status(&findings, err));
     }
-    if (found)
-        *n_bytes = in_place(dev, c, g.trellis, 0, sizeof(uint32_t)) != NULL ? g.trellis->n_bytes : 0;
-    else if (x3_checkpoint_place(c, desc, &p) && dense_in_place(dev, c, &p, desc->n_in) != NULL)
-        *n_bytes = (uint64_t)desc->n_in * desc->n_out * x3_dtype_bytes(p.tensor->dtype);
+    if (found) {
+        add_mapped(dev, c, g.trellis, 0, sizeof(uint32_t), g.trellis->n_bytes, total);
+    } else if (x3_checkpoint_place(c, desc, &p) && is_one_piece(&p, desc->n_in)) {
+        const size_t size = x3_dtype_bytes(p.tensor->dtype);
+        add_mapped(dev, c, p.tensor, p.first * size, size, (uint64_t)desc->n_in * desc->n_out * size, total);
+    }
 out:
     x3_findings_free(&findings);
     return rc;
@@ -303,7 +318,11 @@ out:
 
 void x3_linear_free(x3_weight *w, x3_device *dev)
 {
-    if (!w->borrowed)
+    x3_err ignored = {0};
+
+    if (w->borrowed) /* the mapping may go next: what still reads it ends before */
+        (void)dev->ops->sync(dev, &ignored);
+    else
         x3_device_free(dev, (void *)(uintptr_t)w->data);
     x3_device_free(dev, (void *)(uintptr_t)w->suh);
     x3_device_free(dev, (void *)(uintptr_t)w->svh);

@@ -19,15 +19,22 @@ void x3_layer_weights_free(x3_layer_weights *w);
 size_t x3_layer_weights_bytes(const x3_checkpoint *c, const x3_layer_desc *desc);
 
 /* One linear: an EXL3 group where the checkpoint has one, else the dense weight in its own type (FP8 becomes float32
- * with its scales applied). Where the shards are mapped (x3_safetensors_map), the device has the host's memory and the bytes
- * are aligned, the trellis or the dense weight is used where it lies (w->borrowed) and not read: the checkpoint must then
- * outlive the weight, and the file must not change. Scales, biases, vectors, FP8 and columns of a tensor of experts are
- * converted, so always copied. */
+ * with its scales applied). Where the shards are mapped (x3_safetensors_map), the device reads mappings (in_place_align) and
+ * the bytes are aligned as it asks, the trellis or the dense weight is used where it lies (w->borrowed) and not read: the
+ * checkpoint must then outlive the weight, and the file must not change. Scales, biases, vectors, FP8 and columns of a
+ * tensor of experts are converted, so always copied. */
 x3_status x3_linear_load(x3_weight *w, x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc,
                          x3_err *err) X3_MUST;
 void x3_linear_free(x3_weight *w, x3_device *dev);
-/* *n_bytes that x3_linear_load would use in place; 0: it copies. */
-x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, uint64_t *n_bytes,
+
+/* Bytes of weights that x3_linear_load would use in place, and of those that it copies because they lie on an address that
+ * the device cannot use. */
+typedef struct x3_mapped_bytes {
+    uint64_t in_place, misaligned;
+} x3_mapped_bytes;
+
+/* Adds those of a linear. */
+x3_status x3_linear_mapped(const x3_device *dev, const x3_checkpoint *c, const x3_linear_desc *desc, x3_mapped_bytes *total,
                            x3_err *err) X3_MUST;
 /* A vector as float32 in device memory. */
 x3_status x3_vector_load(float **d_out, x3_device *dev, const x3_checkpoint *c, const x3_vector_desc *desc,

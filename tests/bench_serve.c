@@ -185,11 +185,11 @@ static void print_parts(const struct bench *b, x3_resident *r, const char *what,
                         const int32_t *ids, float *logits)
 {
     double before[X3_N_WORKS];
-    const bool records = r->records;
+    const size_t recorded_rows = r->recorded_rows;
 
     if (b->dev->capacity_bytes == 0)
         return;
-    r->records = false;
+    r->recorded_rows = 0;
     memcpy(before, b->dev->busy_seconds, sizeof before);
     (void)time_step(r, n, n_rows, position, ids, logits);
     printf("%s, ms by kind of operation:", what);
@@ -197,7 +197,7 @@ static void print_parts(const struct bench *b, x3_resident *r, const char *what,
         if (b->dev->busy_seconds[w] > before[w])
             printf(" %s %.3f", x3_work_name((x3_work)w), 1000 * (b->dev->busy_seconds[w] - before[w]) / (TIMES + 2));
     printf("\n");
-    r->records = records;
+    r->recorded_rows = recorded_rows;
 }
 
 #define DECODE_AT 255 /* the row of a sequence: its cache is full pages */

@@ -92,6 +92,24 @@ X3_TEST(cli_check_tells_sizes_and_reports_every_finding)
     CHECK(strstr(at.output, "tensor model.layers.0.mlp.gate.bias is not part of") != NULL);
 }
 
+/* Another receipt is refused before the pack, which is not there, is opened. */
+static void check_against(void)
+{
+    cJSON *receipt = NULL;
+    x3_err err = {0};
+
+    CHECK_OK(x3_json_load(&receipt, x3_test_path(at.dir, "receipt.json"), &err), &err);
+    cJSON_DeleteItemFromArray(cJSON_GetObjectItem(cJSON_GetObjectItem(receipt, "kl"), "rows"), 9);
+    CHECK_OK(x3_json_save(receipt, x3_test_path(at.dir, "cut.json"), &err), &err);
+    cJSON_Delete(receipt);
+    EXPECT(1, "receipt.json: was scored against reference", "exl3-eval score %s/none --ref %s/short.x3r --against %s/receipt.json", at.dir, at.dir, at.dir);
+    EXPECT(1, "cut.json: kl.rows has 9 numbers, the reference 10 rows", "exl3-eval score %s/none --ref %s/ref.x3r --against %s/cut.json", at.dir, at.dir, at.dir);
+    EXPECT(1, "config.json", "exl3-eval score %s/none --ref %s/ref.x3r --against %s/model/config.json", at.dir, at.dir, at.dir);
+    EXPECT(1, "nowhere.json", "exl3-eval score %s/none --ref %s/ref.x3r --against %s/nowhere.json", at.dir, at.dir, at.dir);
+    EXPECT(1, "none", "exl3-eval score %s/none --ref %s/ref.x3r --against %s/receipt.json --json %s/out.json", at.dir, at.dir, at.dir, at.dir);
+    CHECK(!x3_path_exists(x3_test_path(at.dir, "out.json")));
+}
+
 X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
 {
     x3_tiny t = X3_TINY_DEFAULTS;
@@ -114,7 +132,7 @@ X3_TEST(cli_quantize_verify_score_generate_from_end_to_end)
     EXPECT(1, "gate missed: KL", "exl3-eval score %s/pack --ref %s/ref.x3r --max-kl 0", at.dir, at.dir);
     EXPECT(0, "KL +0.00000 +- 0.00000 to the pack", "exl3-eval score %s/pack --ref %s/ref.x3r --against %s/receipt.json", at.dir, at.dir, at.dir);
     EXPECT(0, "reference", "exl3-eval reference %s/model --text %s/heldout.txt --ctx 50 --positions 400 --out %s/short.x3r", at.dir, at.dir, at.dir);
-    EXPECT(1, "receipt.json: was scored against reference", "exl3-eval score %s/pack --ref %s/short.x3r --against %s/receipt.json", at.dir, at.dir, at.dir);
+    check_against();
     EXPECT(1, "gate missed: top-1", "exl3-eval score %s/pack --ref %s/ref.x3r --min-top1 100", at.dir, at.dir);
     EXPECT(0, "top-1", "exl3-eval compare %s/model %s/pack --text %s/heldout.txt --ctx 50 --positions 100", at.dir, at.dir, at.dir);
     EXPECT(1, "was calibrated on its text calib.txt", "exl3-eval compare %s/model %s/pack --text %s/calib.txt --ctx 50", at.dir, at.dir, at.dir);

@@ -19,8 +19,9 @@
 
 #define N 40
 
-/* Logits of the last of N ids; *mapped: bytes of weights in place; *held: what the device holds. */
-static float *run(const char *dir, bool map, size_t *mapped, size_t *held)
+/* Logits of the last of N ids; *mapped: bytes of weights in place; *held: what the device holds. align: what it asks of
+ * weights in place, 0: maps nothing. */
+static float *run(const char *dir, size_t align, x3_resident_memory *announced, size_t *held)
 {
     const x3_resident_options o = {.max_positions = 64, .max_rows = 64, .max_outputs = 1, .n_pages = 1, .n_slots = 1};
     const x3_sequence s = {.n_rows = N, .pages = (const int32_t[]){0}};
@@ -28,21 +29,21 @@ static float *run(const char *dir, bool map, size_t *mapped, size_t *held)
     x3_checkpoint *c = x3_test_open_model(dir);
     x3_device *dev = x3_test_open_device();
     float *logits = malloc(c->model->vocab * sizeof *logits);
-    x3_resident_memory m;
     x3_resident *r;
     int32_t ids[N];
     x3_err err = {0};
 
     for (int i = 0; i < N; i++)
         ids[i] = 32 + 11 * i % 60;
-    if (map)
+    if (align > 0) {
+        dev->in_place_align = align;
         CHECK_OK(x3_safetensors_map(c->st, &err), &err);
-    CHECK_OK(x3_resident_memory_of(&m, dev, c, &o, &err), &err);
+    }
+    CHECK_OK(x3_resident_memory_of(announced, dev, c, &o, &err), &err);
     CHECK_OK(x3_resident_create(&r, dev, c, &o, &err), &err);
     CHECK_OK(x3_resident_step(r, &s, 1, ids, N, &last, 1, logits, &err), &err);
-    *mapped = m.mapped;
     *held = dev->used_bytes;
-    CHECK(m.mapped <= m.weights);
+    CHECK(announced->mapped + announced->misaligned <= announced->weights);
     x3_resident_free(r);
     CHECK_MSG(dev->used_bytes == 0, "%zu bytes are still held", dev->used_bytes);
     x3_device_close(dev);
@@ -51,17 +52,24 @@ static float *run(const char *dir, bool map, size_t *mapped, size_t *held)
 }
 
 /* Mapped or not, the same logits; what is mapped is not held, to the byte. */
-static void check_model(const char *dir, bool some)
+static x3_resident_memory check_align(const char *dir, size_t align, bool some)
 {
-    size_t none, mapped, all, held;
+    x3_resident_memory none, m;
+    size_t all, held;
     x3_checkpoint *c = x3_test_open_model(dir);
-    float *x = run(dir, false, &none, &all), *y = run(dir, true, &mapped, &held);
+    float *x = run(dir, 0, &none, &all), *y = run(dir, align, &m, &held);
 
-    CHECK(none == 0 && memcmp(x, y, c->model->vocab * sizeof *x) == 0);
-    CHECK_MSG((mapped > 0) == some && all - held == mapped, "%s: %zu bytes mapped, held %zu and %zu", dir, mapped, all, held);
+    CHECK(none.mapped == 0 && none.misaligned == 0 && memcmp(x, y, c->model->vocab * sizeof *x) == 0);
+    CHECK_MSG((m.mapped > 0) == some && all - held == m.mapped, "%s: %zu bytes mapped, held %zu and %zu", dir, m.mapped, all, held);
     free(x);
     free(y);
     x3_checkpoint_close(c);
+    return m;
+}
+
+static void check_model(const char *dir, bool some)
+{
+    (void)check_align(dir, 1, some);
 }
 
 X3_TEST(mapped_weights_give_the_bits_of_copied_ones)
@@ -100,33 +108,60 @@ X3_TEST(mapped_packs_give_the_bits_of_copied_ones)
         x3_family_job_setup(&s, families[i], 3);
         CHECK_OK(x3_test_run_job(&s.o, &err), &err);
         check_model(s.out, true);
+        CHECK(check_align(s.out, 16, true).misaligned == 0); /* our packs suit GPUs */
     }
 }
 
-/* A header one byte longer puts every tensor at an odd address. */
-X3_TEST(weights_at_odd_addresses_are_copied)
+/* Blanks at the end of the header move every tensor: the first one to `at` more than a multiple of 16. */
+static void move_tensors(const char *path, size_t at)
+{
+    uint64_t n_header;
+    char *bytes, *longer;
+    size_t n, n_blanks;
+    x3_err err = {0};
+
+    CHECK_OK(x3_read_file(&bytes, &n, path, 1 << 24, &err), &err);
+    memcpy(&n_header, bytes, 8);
+    n_blanks = (16 + at - (8 + n_header) % 16) % 16;
+    CHECK_OK(x3_alloc(&longer, n + n_blanks, 1, &err), &err);
+    memcpy(longer, bytes, 8 + n_header);
+    memset(longer + 8 + n_header, ' ', n_blanks);
+    memcpy(longer + 8 + n_header + n_blanks, bytes + 8 + n_header, n - 8 - n_header);
+    n_header += n_blanks;
+    memcpy(longer, &n_header, 8);
+    x3_test_write(path, longer, n + n_blanks);
+    free(bytes);
+    free(longer);
+}
+
+X3_TEST(weights_at_odd_addresses_are_copied_and_counted)
 {
     const char *dir = x3_test_path(x3_test_temp_dir(), "odd"), *path = x3_test_path(dir, "model.safetensors");
     x3_tiny t = X3_TINY_DEFAULTS;
-    uint64_t n_header;
-    char *bytes, *longer;
-    size_t n;
-    x3_err err = {0};
 
     x3_tiny_write(dir, &t);
-    CHECK_OK(x3_read_file(&bytes, &n, path, 1 << 24, &err), &err);
-    memcpy(&n_header, bytes, 8);
-    CHECK_OK(x3_alloc(&longer, n + 1, 1, &err), &err);
-    memcpy(longer, bytes, 8 + n_header);
-    longer[8 + n_header] = ' ';
-    memcpy(longer + 9 + n_header, bytes + 8 + n_header, n - 8 - n_header);
-    n_header++;
-    memcpy(longer, &n_header, 8);
-    x3_test_write(path, longer, n + 1);
-    CHECK(n_header % 2 == 1);
-    check_model(dir, false);
-    free(bytes);
-    free(longer);
+    move_tensors(path, 0);
+    const size_t all = check_align(dir, 1, true).mapped;
+    CHECK(all > 0);
+    move_tensors(path, 1);
+    x3_resident_memory m = check_align(dir, 1, false);
+    CHECK(m.misaligned == all);
+    /* a device that asks for 16 bytes, as a GPU does */
+    move_tensors(path, 8);
+    CHECK(check_align(dir, 1, true).mapped == all);
+    m = check_align(dir, 16, false);
+    CHECK(m.misaligned == all);
+    move_tensors(path, 0);
+    m = check_align(dir, 16, true);
+    CHECK(m.mapped == all && m.misaligned == 0);
+}
+
+X3_TEST(weights_are_used_in_place_by_gpus_whose_memory_is_the_hosts)
+{
+    CHECK(x3_device_in_place(true, true) == 16);
+    CHECK(x3_device_in_place(true, false) == 0);
+    CHECK(x3_device_in_place(false, true) == 0);
+    CHECK(x3_device_in_place(false, false) == 0);
 }
 
 X3_TEST(mapped_tensors_are_their_bytes_in_the_file)

@@ -177,17 +177,20 @@ static int score(struct session *s, const struct eval_values *v, const char *ref
     x3_reference *r = NULL;
     x3_pack_info info;
     x3_score result = {0};
+    x3_other_score other = {0};
     x3_paired paired;
     cJSON *receipt = NULL;
     int code = 1;
     x3_status rc;
 
     X3_TRY(rc, out, x3_reference_open(&r, ref, &s->err));
+    if (v->against != NULL)
+        X3_TRY(rc, out, x3_other_score_read(&other, r, v->against, &s->err));
     X3_TRY(rc, out, x3_checkpoint_open(&pack, v->pack, v->ignored.items, &s->findings, &s->err));
     X3_TRY(rc, out, x3_score_pack(&result, s->dev, pack, r, &s->progress, &s->err));
     X3_TRY(rc, out, x3_pack_info_read(&info, pack, &s->err));
     if (v->against != NULL)
-        X3_TRY(rc, out, x3_score_against(&paired, &result, r, v->against, &s->err));
+        X3_TRY(rc, out, x3_score_against(&paired, &result, &other, &s->err));
     X3_TRY(rc, out, x3_score_receipt(&receipt, &result, pack, r, v->against != NULL ? &paired : NULL, s->dev, command_line,
                                      x3_seconds() - start, &s->err));
     if (v->json != NULL)
@@ -202,6 +205,7 @@ out:
         code = x3_report_error(&s->r, &s->findings, &s->err);
     cJSON_Delete(receipt);
     x3_score_free(&result);
+    x3_other_score_free(&other);
     x3_checkpoint_close(pack);
     x3_reference_close(r);
     return code;
@@ -304,7 +308,7 @@ static x3_status generate(struct session *s, const struct eval_values *v)
         X3_TRY(rc, out, encode_chat(v, tokenizer, &ids, &s->err));
     else
         X3_TRY(rc, out, x3_tokenizer_encode(tokenizer, v->prompt, strlen(v->prompt), true, 0, &ids, &s->err));
-    if (s->dev->host_memory)
+    if (s->dev->in_place_align != 0)
         X3_TRY(rc, out, x3_safetensors_map(pack->st, &s->err));
     X3_TRY(rc, out, x3_generator_create(&g, s->dev, pack, ids.n_items + v->max_tokens, &s->err));
     struct printer p = {.t = tokenizer};

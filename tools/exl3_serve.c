@@ -116,7 +116,8 @@ static x3_status check_memory(const struct service *s, const x3_engine_options *
 {
     const x3_resident_options r = x3_engine_resident(o);
     x3_resident_memory m;
-    uint64_t room = v->memory > 0 ? v->memory : s->dev->capacity_bytes > 0 ? s->dev->capacity_bytes : free_memory(), all;
+    const bool is_device = v->memory == 0 && s->dev->capacity_bytes > 0;
+    uint64_t room = v->memory > 0 ? v->memory : is_device ? s->dev->capacity_bytes : free_memory(), all;
     x3_status rc = x3_resident_memory_of(&m, s->dev, s->pack, &r, err);
 
     if (rc != X3_OK)
@@ -124,13 +125,17 @@ static x3_status check_memory(const struct service *s, const x3_engine_options *
     if (x3_add_overflows(m.weights, m.cache, &all) || x3_add_overflows(all, m.scratch, &all))
         all = UINT64_MAX;
     printf("memory      weights %s", x3_bytes_text(m.weights));
-    if (s->dev->host_memory)
-        printf(" (%s mapped from the files, %s on the heap)", x3_bytes_text(m.mapped), x3_bytes_text(m.weights - m.mapped));
+    if (s->dev->in_place_align != 0)
+        printf(" (%s mapped from the files, %s copied)", x3_bytes_text(m.mapped), x3_bytes_text(m.weights - m.mapped));
+    if (m.misaligned > 0)
+        printf(" (%s of them because they begin on no multiple of %zu bytes)", x3_bytes_text(m.misaligned), s->dev->in_place_align);
     printf(", cache %s (%zu tokens, %s), scratch %s\n", x3_bytes_text(m.cache), r.n_pages * X3_KV_PAGE, v->kv,
            x3_bytes_text(m.scratch));
     print_unpacked(s->pack->model, v, o->kv_type);
     if (room == 0)
         printf("memory      what %s has free is not known, and was not checked: --memory SIZE sets a limit\n", v->device);
+    if (is_device) /* what is mapped lies in the page cache, which a GPU that shares it does not count as free */
+        all -= x3_min_size(m.mapped, all);
     if (room > 0 && all > room)
         return x3_fail(err, X3_ERR_MEMORY, "%s are needed and %s are there: a smaller --ctx, --parallel or --cache takes less",
                        x3_bytes_text(all), x3_bytes_text(room));
@@ -198,7 +203,7 @@ static x3_status open_service(struct service *s, const struct serve_values *v)
     }
     X3_TRY(rc, out, x3_device_open(&s->dev, v->device, (int)v->threads, &s->err));
     printf("device      %s\n", s->dev->name);
-    if (s->dev->host_memory)
+    if (s->dev->in_place_align != 0)
         X3_TRY(rc, out, x3_safetensors_map(s->pack->st, &s->err));
     X3_TRY(rc, out, check_memory(s, &o, v, &s->err));
     fflush(stdout);

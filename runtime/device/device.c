@@ -65,6 +65,11 @@ void x3_device_free(x3_device *dev, void *p)
         dev->ops->free(dev, p);
 }
 
+size_t x3_device_in_place(bool integrated, bool pageable_access)
+{
+    return integrated && pageable_access ? 16 : 0;
+}
+
 x3_status x3_device_host_alloc(x3_device *dev, void *out, size_t n_bytes, x3_err *err)
 {
     void *p = NULL;

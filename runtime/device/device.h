@@ -265,14 +265,15 @@ typedef struct x3_device_ops {
     x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
                           float *d_out, x3_err *err);
     /* Tells the device about a batch before its operations, which may then be recorded. *shape: of two batches of one shape
-     * the attention of GQA layers, and what treats rows alike, are the same but for what describe tells the device and what
-     * lies in device memory. 0: such a batch cannot be recorded. */
+     * all forward operations are the same but for what describe tells the device and what lies in device memory; select where
+     * both have rows at positions past n_selected, or both have none. Below 2^52. 0: such a batch cannot be recorded. */
     x3_status (*describe)(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);
     /* Operations from record_begin on are kept and not done; none may wait or move data to or from the host. The same
      * operations have been done before: scratch cannot grow meanwhile. record_end after a failure too. */
     x3_status (*record_begin)(x3_device *dev, x3_err *err);
     x3_status (*record_end)(x3_device *dev, x3_recording **out, x3_err *err);
-    /* Scratch that recordings use; another number means that earlier ones cannot be repeated any more. */
+    /* Of what recordings use (scratch, what is known of experts); another number means that earlier ones cannot be repeated
+     * any more. */
     uint64_t (*generation)(const x3_device *dev);
     x3_status (*repeat)(x3_device *dev, const x3_recording *r, x3_err *err);
     void (*record_free)(x3_device *dev, x3_recording *r);
@@ -345,7 +346,9 @@ struct x3_device {
     double busy_seconds[X3_N_WORKS]; /* up to the last sync, where the device measures it (CUDA) */
     size_t capacity_bytes; /* of its own memory what may be in use at a time: what was free when it was opened, or less where a
                             * caller lowers it; 0: it uses the host's */
-    bool host_memory; /* device memory is the host's: operations take any address, aligned for its type */
+    /* weights may be used where the files of a checkpoint are mapped, on multiples of so many bytes (1: aligned for their
+     * type); 0: they may not. x3_device_in_place */
+    size_t in_place_align;
     /* linear sums over inputs in another, equally valid order: what this changes is the noise floor of a score */
     bool reverse_sums;
     /* linears give a row the same bits whatever rows come with it. Always so on the CPU; on CUDA it costs speed beyond 128
@@ -356,6 +359,11 @@ struct x3_device {
 /* spec is "cpu", "cuda" or "cuda:N". n_threads is for host work; 0 means one a processor. */
 x3_status x3_device_open(x3_device **out, const char *spec, int n_threads, x3_err *err) X3_MUST;
 void x3_device_close(x3_device *dev);
+
+/* in_place_align of a GPU with these properties: 16, which its kernels ask of a weight, where its memory is the host's
+ * (integrated) and it reads pageable memory; else 0. A GPU with memory of its own may read pageable memory, too, but over
+ * a link that is slower than a copy that is made once. */
+size_t x3_device_in_place(bool integrated, bool pageable_access);
 
 /* Typed shorthand: floats on the device. */
 x3_status x3_device_floats(x3_device *dev, float **out, size_t n, x3_err *err) X3_MUST;

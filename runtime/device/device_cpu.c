@@ -479,7 +479,7 @@ x3_status x3_device_open_cpu(x3_device **out, int n_threads, x3_err *err)
     *out = NULL;
     X3_TRY(rc, out, x3_alloc(&cpu, 1, sizeof *cpu, err));
     cpu->base.ops = &cpu_ops;
-    cpu->base.host_memory = true;
+    cpu->base.in_place_align = 1;
     cpu->k = x3_kernels_best();
     X3_TRY(rc, out, x3_pool_create(&cpu->pool, n_threads, err));
     X3_TRY(rc, out, x3_alloc(&cpu->thread_scratch, (uint64_t)x3_pool_threads(cpu->pool), sizeof *cpu->thread_scratch, err));

@@ -486,6 +486,19 @@ static const x3_device_ops cuda_ops = {
     .decode = x3_cuda_op_decode,
 };
 
+static x3_status read_memory_kind(x3_device_cuda *cuda, x3_err *err)
+{
+    int integrated = 0, pageable = 0;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_cuda_result(cudaDeviceGetAttribute(&integrated, cudaDevAttrIntegrated, cuda->info.device), "attribute", err));
+    X3_TRY(rc, out, x3_cuda_result(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, cuda->info.device), "attribute",
+                                   err));
+    cuda->base.in_place_align = x3_device_in_place(integrated != 0, pageable != 0);
+out:
+    return rc;
+}
+
 #define BLAS_WORKSPACE ((size_t)64 << 20)
 
 /* Freed memory stays with the pool until the device is closed, or until something does not fit. */
@@ -538,6 +551,7 @@ x3_status x3_device_open_cuda(x3_device **out, int index, x3_err *err)
     cuda->base.ops = &cuda_ops;
     X3_TRY(rc, out, x3_cuda_open(index, &cuda->info, err));
     X3_TRY(rc, out, x3_cuda_result(cudaMemGetInfo(&cuda->base.capacity_bytes, &total), "reading free memory", err));
+    X3_TRY(rc, out, read_memory_kind(cuda, err));
     X3_TRY(rc, out, open_libraries(cuda, err));
     X3_TRY(rc, out, x3_cuda_blas_result(cublasGetVersion(cuda->blas, &blas_version), "version", err));
     snprintf(cuda->base.name, sizeof cuda->base.name, "cuda:%d %.70s", index, cuda->info.name);

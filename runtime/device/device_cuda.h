@@ -38,7 +38,7 @@ typedef struct x3_device_cuda {
     int span_depth; /* operations that are being queued: one may call another */
 
     bool recording;
-    uint64_t generation; /* of scratch: changes when some of it moves */
+    uint64_t generation; /* of scratch and tables of experts: changes when some of them move */
 
     /* What is allocated: address and bytes, open addressing. */
     x3_cuda_buffer *blocks;

@@ -35,22 +35,24 @@ x3_status x3_cuda_op_linear_heads(x3_device *dev, const x3_heads_args *args, x3_
     return x3_cuda_linear_heads(&h, x3_cuda(dev)->stream, err);
 }
 
-/* Scores of some rows at a time: a row has one a position. */
+/* Scores of some rows at a time: a row has room for one a position of as many pages as batches of this shape may have, so that
+ * launches do not depend on positions. */
 x3_status x3_cuda_op_select(x3_device *dev, const x3_select_args *args, const x3_batch *batch, x3_err *err)
 {
     x3_device_cuda *cuda = x3_cuda(dev);
     x3_cuda_select s = {.d_q = args->d_q, .d_weights = args->d_weights, .n_heads = args->n_heads, .dim = args->kv->index_dim,
                         .n_selected = args->n_selected, .d_keys = args->kv->d_index_keys, .d_selected = args->d_selected};
-    size_t at_once;
+    size_t longest = 0, at_once;
     x3_cuda_batch b;
     x3_status rc;
 
     for (size_t i = 0; i < batch->n_sequences; i++)
-        s.n_positions = x3_max_size(s.n_positions, batch->sequences[i].position + batch->sequences[i].n_rows);
-    if (batch->n_rows == 0 || s.n_positions <= args->n_selected) /* every row sees all of its positions */
+        longest = x3_max_size(longest, batch->sequences[i].position + batch->sequences[i].n_rows);
+    if (batch->n_rows == 0 || longest <= args->n_selected) /* every row sees all of its positions */
         return X3_OK;
-    at_once = x3_max_size(1, x3_min_size(batch->n_rows, X3_CUDA_PART_BYTES / (s.n_positions * sizeof(float))));
     X3_TRY(rc, out, x3_cuda_describe(cuda, batch, &b, err));
+    s.n_positions = b.most_pages * X3_KV_PAGE;
+    at_once = x3_max_size(1, x3_min_size(batch->n_rows, X3_CUDA_PART_BYTES / (s.n_positions * sizeof(float))));
     X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->scratch, at_once * s.n_positions * sizeof(float), err));
     s.d_scores = cuda->scratch.p;
     for (s.first_row = 0; s.first_row < batch->n_rows; s.first_row += at_once) {

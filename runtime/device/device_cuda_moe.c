@@ -1,8 +1,11 @@
 /* Operations of the CUDA device for mixtures of experts.
  *
  * A linear of all experts is one launch for every kind of weight among them (a dense type, or EXL3 of a codebook with any K
- * from 1 to 8: packs have one); how many rows an expert has stays on the device. What the launches need to know of the weights is a table that goes to the device once: experts of a
- * layer keep it while they stay what they are. */
+ * from 1 to 8: packs have one). How many rows an expert has stays on the device: launches have blocks for as many experts
+ * as can have some, and those without leave at once, so their shapes depend on the number of slots alone and they can be
+ * recorded.
+ * What they need to know of the weights is a table that goes to the device once: experts of a layer keep it while they stay
+ * what they are. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,7 +60,7 @@ struct x3_cuda_experts {
     void *host, *d;
 };
 
-#define TABLES 512 /* kept at most */
+#define TABLES 512 /* kept at most: of a job whose weights come and go, those of former layers too */
 
 static x3_status check_weight(const x3_weight *w, const x3_weight *first, x3_err *err)
 {
@@ -88,8 +91,8 @@ static x3_status fill_table(const x3_expert_args *a, void *table, size_t *counts
         const x3_weight *w = &a->weights[e * a->stride];
         const bool exl3 = w->kind == X3_WEIGHT_EXL3;
         X3_TRY(rc, out, check_weight(w, a->weights, err));
-        experts[e] = (x3_cuda_expert){.d_w = w->data, .K = exl3 ? (size_t)w->K : 0, .d_suh = exl3 ? w->suh : NULL, .d_svh = exl3 ? w->svh : NULL,
-                                      .d_bias = w->bias};
+        experts[e] = (x3_cuda_expert){.d_w = w->data, .K = exl3 ? (size_t)w->K : 0, .d_suh = exl3 ? w->suh : NULL,
+                                      .d_svh = exl3 ? w->svh : NULL, .d_bias = w->bias};
         *aligned = *aligned && (uintptr_t)w->data % 16 == 0;
         counts[kind_of(w) + 1]++;
         if (exl3 && w->K > most_K[kind_of(w)])
@@ -105,8 +108,10 @@ out:
     return rc;
 }
 
+/* Recordings use tables: those made up to now cannot be repeated any more. */
 static void drop_tables(x3_device_cuda *cuda)
 {
+    cuda->generation++;
     for (size_t i = 0; i < cuda->n_experts; i++) {
         x3_device_free(&cuda->base, cuda->experts[i].d);
         free(cuda->experts[i].host);
@@ -133,6 +138,10 @@ static x3_status place_table(x3_device_cuda *cuda, void *host, size_t n_bytes, v
             *d = known->d;
             goto out;
         }
+    }
+    if (cuda->recording) {
+        rc = x3_fail(err, X3_ERR_DEVICE, "CUDA: experts that were not described are being recorded");
+        goto out;
     }
     if (cuda->experts == NULL)
         X3_TRY(rc, out, x3_alloc(&cuda->experts, TABLES, sizeof *cuda->experts, err));

@@ -7,21 +7,38 @@
 
 /* ---- memory ---- */
 
+/* The embedding as a linear. *name, which is its name, goes on the heap; NULL: the device does not look rows up. */
+static x3_status embed_of(x3_linear_desc *desc, char **name, const x3_device *dev, const x3_model *m, x3_err *err)
+{
+    const size_t length = strlen(m->embed_name), end = length - strlen(".weight");
+    x3_status rc;
+
+    *name = NULL;
+    if (dev->ops->embed == NULL || length < strlen(".weight") || strcmp(m->embed_name + end, ".weight") != 0)
+        return X3_OK;
+    rc = x3_strndup(name, m->embed_name, end, err);
+    *desc = (x3_linear_desc){.name = *name, .n_in = m->hidden, .n_out = m->vocab};
+    return rc;
+}
+
 /* Bytes of weights that are used where the files are mapped. kv_b of latent attention is made float32 when it is EXL3. */
-static x3_status mapped_bytes(const x3_device *dev, const x3_checkpoint *c, uint64_t *total, x3_err *err)
+static x3_status mapped_bytes(const x3_device *dev, const x3_checkpoint *c, x3_mapped_bytes *total, x3_err *err)
 {
     const x3_model *m = c->model;
     const x3_linear_desc *l;
-    uint64_t n;
-    x3_status rc = X3_OK;
+    x3_linear_desc embed;
+    char *name;
+    x3_status rc = embed_of(&embed, &name, dev, m, err);
 
-    *total = 0;
+    *total = (x3_mapped_bytes){0};
+    if (name != NULL && !(m->tied && x3_checkpoint_weight(c, &m->head) != NULL)) /* else it is the head's */
+        rc = x3_linear_mapped(dev, c, &embed, total, err);
+    free(name);
     for (size_t i = 0, layer; (l = x3_model_linear(m, i, &layer)) != NULL && rc == X3_OK; i++) {
         const x3_layer_desc *of = layer < m->n_layers ? &m->layers[layer] : NULL;
         if (of != NULL && of->mixer == X3_MIXER_MLA && l == &of->linears[of->mla.kv_b] && x3_checkpoint_weight(c, l) == NULL)
             continue;
-        rc = x3_linear_mapped(dev, c, l, &n, err);
-        *total += n;
+        rc = x3_linear_mapped(dev, c, l, total, err);
     }
     return rc;
 }
@@ -30,7 +47,8 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
                                 x3_err *err)
 {
     const x3_model *model = c->model;
-    uint64_t weights = 0, cache = 0, mapped;
+    x3_mapped_bytes mapped;
+    uint64_t weights = 0, cache = 0;
     bool overflow = false;
     x3_status rc = mapped_bytes(dev, c, &mapped, err);
 
@@ -53,7 +71,8 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
         m->scratch = x3_max_size(m->scratch, dev->ops->step_bytes(dev, l->n_in, l->n_out, o->max_rows));
     }
     m->weights = weights;
-    m->mapped = mapped;
+    m->mapped = mapped.in_place;
+    m->misaligned = mapped.misaligned;
     m->cache = cache;
     m->scratch += x3_forward_bytes(model, o->max_rows, o->max_positions) +
                  ((o->max_rows + o->max_outputs) * model->hidden + o->max_outputs * model->vocab) * sizeof(float) +
@@ -63,24 +82,16 @@ x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, con
 
 /* ---- life ---- */
 
-/* The embedding, where the device looks rows up: the head's weight if that is the same. */
 static x3_status load_embed(x3_resident *r, x3_err *err)
 {
-    const x3_model *m = r->c->model;
-    const size_t length = strlen(m->embed_name), end = length - strlen(".weight");
-    char *name = NULL;
-    x3_status rc = X3_OK;
+    x3_linear_desc desc;
+    char *name;
+    x3_status rc = embed_of(&desc, &name, r->dev, r->c->model, err);
 
-    if (r->dev->ops->embed == NULL || length < strlen(".weight") || strcmp(m->embed_name + end, ".weight") != 0)
-        return X3_OK;
-    if (m->tied && r->head.kind != X3_WEIGHT_EXL3) {
+    if (name != NULL && r->c->model->tied && r->head.kind != X3_WEIGHT_EXL3)
         r->embed = r->head;
-        return X3_OK;
-    }
-    X3_TRY(rc, out, x3_strndup(&name, m->embed_name, end, err));
-    const x3_linear_desc desc = {.name = name, .n_in = m->hidden, .n_out = m->vocab};
-    rc = x3_linear_load(&r->embed, r->dev, r->c, &desc, err);
-out:
+    else if (name != NULL)
+        rc = x3_linear_load(&r->embed, r->dev, r->c, &desc, err);
     free(name);
     return rc;
 }
@@ -103,13 +114,16 @@ out:
     return rc;
 }
 
-/* Layers whose operations ask for nothing from the host between steps. */
-static bool can_record(const x3_device *dev, const x3_model *m)
+/* Rows of a step that can be recorded, at most. Latent attention of more takes its batch in parts, which the device would have
+ * to be told of one by one. */
+static size_t recorded_rows(const x3_device *dev, const x3_model *m)
 {
+    if (dev->ops->record_begin == NULL)
+        return 0;
     for (size_t i = 0; i < m->n_layers; i++)
-        if (m->layers[i].mixer != X3_MIXER_GQA || m->layers[i].ffn != X3_FFN_MLP)
-            return false;
-    return dev->ops->record_begin != NULL;
+        if (m->layers[i].mixer == X3_MIXER_MLA)
+            return X3_MLA_ROWS;
+    return SIZE_MAX;
 }
 
 x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpoint *c, const x3_resident_options *o,
@@ -131,7 +145,7 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, 2 * o->max_rows * sizeof *r->d_positions, err));
-    r->records = can_record(dev, m) && r->embed.kind != X3_WEIGHT_NONE;
+    r->recorded_rows = r->embed.kind != X3_WEIGHT_NONE ? recorded_rows(dev, m) : 0;
     if (x3_model_selected(m, o->max_positions) != 0)
         X3_TRY(rc, out, x3_device_alloc(dev, &r->d_selected,
                                         o->max_rows * x3_model_selected(m, o->max_positions) * sizeof *r->d_selected, err));
@@ -286,7 +300,25 @@ static x3_recorded *recorded_of(x3_resident *r, uint64_t shape, bool *is_new)
     return e;
 }
 
-/* The first time done as it is (scratch grows), the second time recorded, then repeated. */
+/* A recording holds what happens on the device; delta nets keep on the host, too, where their states stand. */
+static x3_status repeat(x3_resident *r, const x3_recording *recording, const x3_batch *batch, x3_err *err)
+{
+    const x3_model *m = r->c->model;
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].mixer == X3_MIXER_DELTA_NET)
+            X3_TRY(rc, out, x3_delta_net_check(&m->layers[i], &r->kv[i], batch, err));
+    X3_TRY(rc, out, r->dev->ops->repeat(r->dev, recording, err));
+    for (size_t i = 0; i < m->n_layers; i++)
+        if (m->layers[i].mixer == X3_MIXER_DELTA_NET)
+            x3_delta_net_passed(&r->kv[i], batch);
+out:
+    return rc;
+}
+
+/* The first time done as it is, and again while what recordings use still moves (scratch grows), then recorded, then
+ * repeated. */
 static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t shape, const size_t *outputs, x3_err *err)
 {
     const x3_device_ops *ops = r->dev->ops;
@@ -295,11 +327,8 @@ static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t sh
     x3_recorded *e = recorded_of(r, shape, &is_new);
     x3_status rc;
 
-    if (is_new) {
-        rc = run_device(r, batch, outputs, batch->n_rows, err);
-        e->generation = ops->generation(r->dev);
-        return rc;
-    }
+    if (is_new)
+        return run_device(r, batch, outputs, batch->n_rows, err);
     if (e->recording == NULL) {
         X3_TRY(rc, out, ops->record_begin(r->dev, err));
         const x3_status run = run_device(r, batch, outputs, batch->n_rows, err);
@@ -308,9 +337,27 @@ static x3_status run_recorded(x3_resident *r, const x3_batch *batch, uint64_t sh
             rc = run;
         if (rc != X3_OK)
             goto out;
+        return ops->repeat(r->dev, e->recording, err); /* what the host keeps has been seen to above */
     }
-    rc = ops->repeat(r->dev, e->recording, err);
+    rc = repeat(r, e->recording, batch, err);
 out:
+    return rc;
+}
+
+/* The device's shape, and beside it in how many layers an indexer chooses among positions: those run other operations. */
+static x3_status describe(const x3_resident *r, const x3_batch *batch, uint64_t *shape, x3_err *err)
+{
+    const x3_model *m = r->c->model;
+    size_t longest = 0;
+    uint64_t n_chosen = 0;
+    x3_status rc = r->dev->ops->describe(r->dev, batch, shape, err);
+
+    for (size_t i = 0; i < batch->n_sequences; i++)
+        longest = x3_max_size(longest, batch->sequences[i].position + batch->sequences[i].n_rows);
+    for (size_t i = 0; i < m->n_layers; i++)
+        n_chosen += m->layers[i].mixer == X3_MIXER_MLA && m->layers[i].mla.index.topk != 0 && longest > m->layers[i].mla.index.topk;
+    if (*shape != 0)
+        *shape |= n_chosen << 52;
     return rc;
 }
 
@@ -333,8 +380,8 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
 
     X3_TRY(rc, out, check_step(r, sequences, n_sequences, n_rows, n_outputs, err));
     X3_TRY(rc, out, place_rows(r, &batch, ids, err));
-    if (r->records && outputs_are_rows(outputs, n_outputs, n_rows))
-        X3_TRY(rc, out, ops->describe(r->dev, &batch, &shape, err));
+    if (n_rows <= r->recorded_rows && outputs_are_rows(outputs, n_outputs, n_rows))
+        X3_TRY(rc, out, describe(r, &batch, &shape, err));
     if (shape != 0)
         X3_TRY(rc, out, run_recorded(r, &batch, shape, outputs, err));
     else

@@ -1,6 +1,6 @@
 /* A whole model on a device: all layers, the head, and a paged cache for many sequences. One call runs a batch of rows
  * of several sequences through it. Where the device records (CUDA graphs), steps of one row a sequence are recorded, once a
- * shape, and repeated: in models whose layers are all GQA and MLP.
+ * shape, and repeated, with the same bits, for all layer kinds; of models with latent attention up to 256 rows.
  *
  * Weights of a checkpoint that was mapped before (x3_safetensors_map) are used in place where the device can (weights.h). A
  * step fails with the file's name when a mapped file has changed meanwhile; a file cut short under a step may kill the process
@@ -41,7 +41,7 @@ typedef struct x3_resident {
     int32_t *d_positions, *d_selected; /* positions: of a step, then its ids; selected: see x3_batch */
     float *x;           /* host: embedded rows of a step, where the device does not look them up */
     int32_t *numbers;   /* host: positions, then ids */
-    bool records;
+    size_t recorded_rows; /* steps of at most so many are recorded; 0: none */
     x3_recorded recorded[X3_RECORDINGS];
     size_t n_recorded;
 } x3_resident;
@@ -50,6 +50,7 @@ typedef struct x3_resident {
 typedef struct x3_resident_memory {
     size_t weights, cache, scratch; /* bytes */
     size_t mapped;                  /* of weights: used in place from the mapped files, in the page cache */
+    size_t misaligned;              /* of weights: copied, because the device cannot use them at their address in the file */
 } x3_resident_memory;
 
 x3_status x3_resident_memory_of(x3_resident_memory *m, const x3_device *dev, const x3_checkpoint *c,

@@ -46,6 +46,11 @@ x3_twin_weight x3_twin_dense(const x3_pair *p, x3_weight_kind kind, size_t n_out
 x3_twin_weight x3_twin_exl3(const x3_pair *p, int K, x3_codebook codebook, size_t n_out, size_t n_in);
 void x3_twin_weight_free(const x3_pair *p, x3_twin_weight *w);
 
+/* A tiny random model with experts (tiny_model.h), its first `dense` layers without. */
+void x3_test_write_moe(const char *dir, const char *type, size_t dense);
+/* Writes root/model, of a type, and quantizes it to a pack whose experts have every K from 1 to 8. */
+void x3_test_write_mixed_pack(const char *root, const char *type, const char *pack);
+
 /* Both devices do the same: `op` is a call with `dev` and, by OF, the pointers of one of them. Needs "tests/test.h". */
 #define BOTH(p, err, op)                             \
     do {                                             \

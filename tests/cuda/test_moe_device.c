@@ -302,6 +302,44 @@ X3_TEST(cuda_experts_give_a_row_the_same_bits_whatever_comes_with_it)
     x3_pair_close(&p);
 }
 
+/* More experts than rows: blocks look for those that have some, 256 at a time. */
+X3_TEST(cuda_few_rows_among_many_experts_equal_the_cpu)
+{
+    enum { MANY = 600, SLOTS = 7, N = 128 };
+    static const int of_slot[SLOTS] = {0, 254, 255, 256, 256, 511, 599};
+    x3_pair p = x3_pair_open();
+    x3_weight *cpu = calloc(MANY, sizeof *cpu), *gpu = calloc(MANY, sizeof *gpu);
+    x3_twin x = x3_twin_random(&p, "x", SLOTS * N), y = x3_twin_random(&p, "y", SLOTS * N);
+    twin_ints first = make_ints(&p, MANY + 1);
+    x3_twin_weight w[8];
+    x3_err err = {0};
+
+    for (int K = 1; K <= 8; K++)
+        w[K - 1] = x3_twin_exl3(&p, K, X3_CB_MUL1, N, N);
+    for (int e = 0; e < MANY; e++) {
+        cpu[e] = w[e * 5 % 8].cpu;
+        gpu[e] = w[e * 5 % 8].gpu;
+        for (int s = 0; s < SLOTS; s++)
+            first.cpu[e + 1] += of_slot[s] <= e;
+    }
+    upload_ints(&p, &first);
+    BOTH(p, &err, dev->ops->expert_linear(dev,
+                                          &(x3_expert_args){.weights = on_gpu ? gpu : cpu, .n_experts = MANY, .stride = 1,
+                                                            .d_first = OF(first), .n_slots = SLOTS, .d_x = OF(x), .ldx = N,
+                                                            .d_y = OF(y), .ldy = N},
+                                          &err));
+    const double e = x3_twin_error(&p, &y);
+    CHECK_MSG(e < 3e-6, "relative error %.3g", e);
+    for (int K = 1; K <= 8; K++)
+        x3_twin_weight_free(&p, &w[K - 1]);
+    free_ints(&p, &first);
+    x3_twin_free(&p, &x);
+    x3_twin_free(&p, &y);
+    free(cpu);
+    free(gpu);
+    x3_pair_close(&p);
+}
+
 X3_TEST(cuda_experts_keep_rows_that_are_not_finite_to_themselves)
 {
     x3_pair p = x3_pair_open();

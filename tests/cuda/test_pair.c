@@ -1,11 +1,16 @@
 #include "tests/cuda/device_pair.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "formats/safetensors.h"
+#include "quant/job_internal.h"
+#include "quant/plan.h"
+#include "tests/family_check.h"
 #include "tests/test.h"
+#include "tests/tiny_model.h"
 
 x3_pair x3_pair_open(void)
 {
@@ -168,4 +173,47 @@ void x3_twin_weight_free(const x3_pair *p, x3_twin_weight *w)
     x3_twin_free(p, &w->bias);
     free(w->host);
     free(w->scales);
+}
+
+/* ---- models with experts ---- */
+
+void x3_test_write_moe(const char *dir, const char *type, size_t dense)
+{
+    const float correction[8] = {0.4f, -0.3f, 0.1f, 0, 0.2f, -0.1f, 0.3f, 0};
+    x3_tiny t = X3_TINY_MOE(type);
+
+    t.dense = dense;
+    t.correction = correction;
+    x3_tiny_write(dir, &t);
+}
+
+void x3_test_write_mixed_pack(const char *root, const char *type, const char *pack)
+{
+    static const char *const texts[] = {"tests/data/text/calib_prose.txt"};
+    char model[400], recipe[400];
+    x3_job_options o = {.model = model, .out = pack, .recipe = recipe, .quant = X3_QUANT_DEFAULTS, .texts = texts, .n_texts = 1, .rows = 4,
+                        .cols = 64, .device = "cpu", .command = "test"};
+    x3_findings findings = {0};
+    x3_allocation uniform;
+    x3_recipe *r = NULL;
+    x3_job *job = NULL;
+    x3_err err = {0};
+
+    snprintf(model, sizeof model, "%s/model", root);
+    snprintf(recipe, sizeof recipe, "%s/recipe.yaml", root);
+    x3_test_write_moe(model, type, 0);
+    x3_checkpoint *c = x3_test_open_model(model);
+    CHECK_OK(x3_allocate_uniform(&uniform, c->model, 4, 6, X3_TIE_NONE, &err), &err);
+    CHECK_OK(x3_recipe_of(&r, c->model, &uniform, &err), &err);
+    for (size_t i = 0; i < r->n_tensors; i++)
+        if (strstr(r->tensors[i].name, ".experts.") != NULL)
+            r->tensors[i].bits = 1 + (int)(i * 5 % 8);
+    CHECK_OK(x3_recipe_save(r, recipe, &err), &err);
+    x3_recipe_free(r);
+    x3_allocation_free(&uniform);
+    x3_checkpoint_close(c);
+    CHECK_OK(x3_job_open(&job, &o, NULL, &findings, &err), &err);
+    CHECK_OK(x3_job_run(job, &err), &err);
+    x3_job_close(job);
+    x3_findings_free(&findings);
 }

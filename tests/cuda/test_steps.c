@@ -235,7 +235,7 @@ X3_TEST(cuda_steps_recorded_and_batched_give_the_tokens_and_logits_of_a_sequence
     float *a = malloc(SEQUENCES * vocab * sizeof *a), *b = malloc(vocab * sizeof *b);
     for (x3_kv_type t = X3_KV_F32; t <= X3_KV_INT4; t++) {
         x3_resident *r = open_resident(p.gpu, c, t);
-        CHECK(r->records);
+        CHECK(r->recorded_rows > 0);
         run_sequences(r, 0, SEQUENCES, together, a);
         CHECK(r->n_recorded == 1 && r->recorded[0].recording != NULL);
         for (size_t i = 0; i < SEQUENCES; i++) {
