@@ -12,8 +12,9 @@
 
 #define CHUNK 128    /* positions whose logits are in memory at once */
 #define TEXT_PART 32
-#define METHOD 2      /* in the file; 1 was noise in one linear of a model that is exact otherwise */
+#define METHOD 3      /* in the file; 1 was noise in one linear of an exact model alone, 2 twice the noise in a noisy one alone */
 #define ENERGY_RISE 3 /* by which twice the noise exceeds the noise */
+#define ONE_BIT_COST 2 /* times what its error says: linears of one bit cost more beside each other than one at a time (README) */
 
 static void note(const struct x3_measure *s, const char *text)
 {
@@ -116,7 +117,7 @@ struct head {
     x3_weight weight;
     float *d_norm, *d_x, *d_clean, *d_path; /* [CHUNK][hidden], [CHUNK][vocab] twice */
     x3_score_position *positions;           /* [CHUNK] */
-    double *row_kl;                         /* [path][scored.n], and last the noisy rows' */
+    double *row_kl;                         /* [path][alone, added][scored.n], and last the noisy rows' */
 };
 
 static x3_status open_head(struct x3_measure *s, struct head *h, x3_err *err)
@@ -130,7 +131,7 @@ static x3_status open_head(struct x3_measure *s, struct head *h, x3_err *err)
     X3_TRY(rc, out, x3_device_floats(s->dev, &h->d_clean, CHUNK * m->vocab, err));
     X3_TRY(rc, out, x3_device_floats(s->dev, &h->d_path, CHUNK * m->vocab, err));
     X3_TRY(rc, out, x3_alloc(&h->positions, CHUNK, sizeof *h->positions, err));
-    rc = x3_alloc(&h->row_kl, (s->n_paths + 1) * s->scored.n, sizeof *h->row_kl, err);
+    rc = x3_alloc(&h->row_kl, (2 * s->n_paths + 1) * s->scored.n, sizeof *h->row_kl, err);
 out:
     return rc;
 }
@@ -174,9 +175,10 @@ out:
     return rc;
 }
 
-/* Adds what one path has cost to the file, an entry a linear. Chance can make a small cost negative: it is then, and where it
- * is less, a tenth of its standard error. */
-static x3_status add_result(struct x3_measure *s, const struct x3_measured_path *p, const double *row_kl,
+/* Adds what one path has cost to the file, an entry a linear: the mean of what its noise costs first, in an exact model, and
+ * last, where all others have theirs. Chance can make a small cost negative: it is then, and where it is less, a tenth of its
+ * standard error. */
+static x3_status add_result(struct x3_measure *s, const struct x3_measured_path *p, const double *alone_kl, const double *added_kl,
                             const double *noisy_kl, x3_err *err)
 {
     const size_t n = s->scored.n;
@@ -184,9 +186,9 @@ static x3_status add_result(struct x3_measure *s, const struct x3_measured_path 
     x3_status rc = X3_OK;
 
     for (size_t i = 0; i < n; i++)
-        mean += (row_kl[i] - noisy_kl[i]) / ENERGY_RISE / (double)n;
+        mean += (alone_kl[i] + (added_kl[i] - noisy_kl[i]) / ENERGY_RISE) / 2 / (double)n;
     for (size_t i = 0; i < n; i++)
-        squares += pow((row_kl[i] - noisy_kl[i]) / ENERGY_RISE - mean, 2);
+        squares += pow((alone_kl[i] + (added_kl[i] - noisy_kl[i]) / ENERGY_RISE) / 2 - mean, 2);
     stderr_ = n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n);
     for (size_t i = 0; i < p->n_members && rc == X3_OK; i++)
         rc = add_entry(s, &p->members[i], fmax(mean, stderr_ / 10), stderr_, err);
@@ -220,17 +222,19 @@ static x3_status score_paths(struct x3_measure *s, x3_err *err)
     x3_status rc;
 
     X3_TRY(rc, out, open_head(s, &h, err));
-    noisy = h.row_kl + s->n_paths * n;
+    noisy = h.row_kl + 2 * s->n_paths * n;
     for (size_t row = 0; row < n; row++)
         for (size_t first = 0; first < X3_MEASURE_COLS; first += CHUNK) {
             X3_TRY(rc, out, logits_of(s, &h, s->scored.clean, row, first, h.d_clean, err));
             X3_TRY(rc, out, score_part(s, &h, s->noisy, row, first, &noisy[row], "all linears", err));
-            for (size_t p = 0; p < s->n_paths; p++)
-                X3_TRY(rc, out, score_part(s, &h, s->paths[p].states, row, first, &h.row_kl[p * n + row],
-                                           s->paths[p].members[0].linear->name, err));
+            for (size_t p = 0; p < 2 * s->n_paths; p++) {
+                const struct x3_measured_path *path = &s->paths[p / 2];
+                X3_TRY(rc, out, score_part(s, &h, p % 2 == 0 ? path->alone : path->added, row, first, &h.row_kl[p * n + row],
+                                           path->members[0].linear->name, err));
+            }
         }
     for (size_t p = 0; p < s->n_paths; p++)
-        X3_TRY(rc, out, add_result(s, &s->paths[p], h.row_kl + p * n, noisy, err));
+        X3_TRY(rc, out, add_result(s, &s->paths[p], h.row_kl + 2 * p * n, h.row_kl + (2 * p + 1) * n, noisy, err));
 out:
     close_head(s, &h);
     return rc;
@@ -241,7 +245,8 @@ out:
 static void free_paths(struct x3_measure *s)
 {
     for (size_t i = 0; i < s->n_paths; i++) {
-        x3_hidden_state_free(s->paths[i].states);
+        x3_hidden_state_free(s->paths[i].alone);
+        x3_hidden_state_free(s->paths[i].added);
         free(s->paths[i].members);
     }
     s->n_paths = 0;
@@ -398,8 +403,8 @@ out:
 
 /* ---- the whole ---- */
 
-/* Hidden states of a path. */
-static uint64_t path_bytes(const struct x3_measure *s)
+/* Hidden states of the scored rows. */
+static uint64_t state_bytes(const struct x3_measure *s)
 {
     return sizeof(float) * s->scored.n * x3_state_floats(s->source->model, X3_MEASURE_COLS);
 }
@@ -407,7 +412,7 @@ static uint64_t path_bytes(const struct x3_measure *s)
 /* Those that are there beside the paths: the calibration rows, the scored ones clean and noisy. */
 static uint64_t always_bytes(const struct x3_measure *s)
 {
-    return 2 * path_bytes(s) + sizeof(float) * s->calibration.n * x3_state_floats(s->source->model, s->calibration.cols);
+    return 2 * state_bytes(s) + sizeof(float) * s->calibration.n * x3_state_floats(s->source->model, s->calibration.cols);
 }
 
 /* Where states stay, and how many paths that holds: half of the device's memory, the rest is for a layer; else the budget of
@@ -415,7 +420,7 @@ static uint64_t always_bytes(const struct x3_measure *s)
 static void place_states(struct x3_measure *s)
 {
     const x3_model *m = s->source->model;
-    const uint64_t path = path_bytes(s), always = always_bytes(s);
+    const uint64_t path = 2 * state_bytes(s), always = always_bytes(s);
     uint64_t budget = s->o.memory_bytes;
     size_t most = 0;
 
@@ -461,7 +466,7 @@ static double work_left(const struct x3_measure *s, size_t first)
     double n = 0;
 
     for (size_t i = first; i < m->n_layers; i++)
-        n += (double)x3_measure_paths_of(&m->layers[i]) * (double)(m->n_layers - i);
+        n += 2 * (double)x3_measure_paths_of(&m->layers[i]) * (double)(m->n_layers - i);
     return n;
 }
 
@@ -488,7 +493,7 @@ static uint64_t layer_bytes(const struct x3_measure *s)
 static void announce(const struct x3_measure *s, size_t first)
 {
     const x3_model *m = s->source->model;
-    const uint64_t path = path_bytes(s), always = always_bytes(s);
+    const uint64_t path = 2 * state_bytes(s), always = always_bytes(s);
     size_t n_passes = 0, n_paths = 0, most = 0;
     char text[256];
 
@@ -502,7 +507,7 @@ static void announce(const struct x3_measure *s, size_t first)
         n_paths += paths;
         n_passes++;
     }
-    snprintf(text, sizeof text, "measuring %zu disturbed paths in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s, "
+    snprintf(text, sizeof text, "measuring %zu linears and groups of experts, each alone and among all noise, in %zu pass%s over the model; at most %zu at once: %.3f GB of hidden states %s, "
              "and %.3f GB of weights of a layer",
              n_paths, n_passes, n_passes == 1 ? "" : "es", most, (double)(always + most * path) / 1e9,
              s->place == X3_HIDDEN_DEVICE ? "on the device" : "of the host", (double)layer_bytes(s) / 1e9);
@@ -651,6 +656,6 @@ x3_status x3_measurement_costs(const x3_measurement *m, double (**cost)[8], x3_e
 
     for (size_t i = 0; rc == X3_OK && i < m->n; i++)
         for (int K = 1; K <= 8; K++)
-            (*cost)[i][K - 1] = m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, m->noise_bits);
+            (*cost)[i][K - 1] = (K == 1 ? ONE_BIT_COST : 1) * m->kl[i] * x3_quant_tile_error(m->codebook, K) / x3_quant_tile_error(m->codebook, m->noise_bits);
     return rc;
 }

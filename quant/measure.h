@@ -1,11 +1,15 @@
-/* What each linear's error does to the end: noise of the size and shape that quantizing to noise_bits leaves is put
- * into all linears of the model, and into one at a time twice of it (four times the energy: about a bit less). The rise of
- * the KL of the logits on a few rows of text, by a third, is the linear's cost at noise_bits; it is taken to be
- * proportional to the error of the search at other K (allocate.h adds costs up). The rise is measured in the noisy model
- * because the plan is for one: costs in an otherwise exact model are too high for attention and for early layers, by up to
- * four times, against those of single experts and late layers.
+/* What each linear's error does to the end. Noise of the size and shape that quantizing to noise_bits leaves is put into one
+ * linear at a time: first, into a model that is exact otherwise, and last, on top of a model with noise in all linears, there
+ * once more to the noise it has (four times the energy: the rise counts a third). What the linear adds to the KL of the logits
+ * on a few rows of text, the mean of both, is its cost at noise_bits; it is taken to be proportional to the error of the search
+ * at other K, and twice that at K = 1 (allocate.h adds costs up).
  *
- * Every linear with twice the noise is a path of hidden states of its own; a pass over the layers carries as many as the
+ * Neither alone plans well. In an exact model the smallest noise in an early layer sends tokens to other experts, which costs
+ * as much as larger noise would; in the noisy model that has happened already, and nothing seems to be gained by less noise in
+ * attention, until all of it is better. The mean of what something adds as the first and as the last is the short form of its
+ * mean over all orders (Shapley value).
+ *
+ * Every linear is a path of hidden states of its own, two of them; a pass over the layers carries as many as the
  * memory holds, so a model is read once, or a few times. Finished passes are in the file, and a resumed measurement goes
  * on behind them. One measurement serves every size. */
 #ifndef X3_MEASURE_H

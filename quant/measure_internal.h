@@ -13,11 +13,12 @@ struct x3_measured_member {
     double share, error; /* error: relative output error of its noise */
 };
 
-/* Hidden states with twice the noise in one linear, or in one projection of all experts of a layer. */
+/* Hidden states of the scored rows with noise in one linear, or in one projection of all experts of a layer: alone, everything
+ * else exact, and added, twice of it where all others have theirs once. */
 struct x3_measured_path {
     struct x3_measured_member *members;
     size_t n_members;
-    x3_hidden_state *states;
+    x3_hidden_state *alone, *added;
 };
 
 /* Rows of one length with their clean states. */
@@ -35,12 +36,12 @@ struct x3_measure {
     x3_checkpoint *source;
     x3_corpus *corpus;
     struct x3_measured_rows calibration, scored;
-    x3_hidden_state *noisy; /* the scored rows with noise in all linears: where all paths begin */
+    x3_hidden_state *noisy; /* the scored rows with noise in all linears */
     struct x3_measured_path *paths; /* of this pass */
     size_t n_paths, max_paths;
     x3_hidden_place place; /* of all states: the device's memory or the host's */
     cJSON *file, *linears; /* the file and its list, borrowed */
-    double done, total;    /* layer runs of one path, for progress */
+    double done, total;    /* layer runs of states, for progress */
 };
 
 x3_status x3_measure_states(const struct x3_measure *s, const struct x3_measured_rows *r, x3_hidden_state **out,

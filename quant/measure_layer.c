@@ -171,71 +171,93 @@ out:
     return rc;
 }
 
-/* A new path: the noisy layer with twice the noise in the linears of a unit. The layer's weights are as they were afterwards. */
-static x3_status begin_path(struct layer_work *t, const struct unit *u, x3_err *err)
+/* A new path, whose states are those before the layer. */
+static x3_status open_path(struct layer_work *t, const struct unit *u, x3_err *err)
 {
     struct x3_measure *s = t->s;
     struct x3_measured_path *p = &s->paths[s->n_paths];
-    x3_weight *doubled = NULL;
-    size_t n = 0;
     x3_status rc;
 
     *p = (struct x3_measured_path){.n_members = u->n};
     X3_TRY(rc, out, x3_alloc(&p->members, u->n, sizeof *p->members, err));
     s->n_paths++;
-    X3_TRY(rc, out, x3_measure_states(s, &s->scored, &p->states, err));
-    X3_TRY(rc, out, x3_alloc(&doubled, u->n, sizeof *doubled, err));
-    X3_TRY(rc, out, x3_hidden_state_copy(p->states, s->noisy, err));
-    for (; n < u->n; n++) {
-        const size_t at = u->first + n * u->stride;
-        p->members[n] = (struct x3_measured_member){&t->l->linears[at], 1, t->noisy[at].error_source};
-        X3_TRY(rc, out, double_noise(t, at, &doubled[n], err));
-        t->w.linears[at] = doubled[n];
+    for (size_t i = 0; i < u->n; i++) {
+        const size_t at = u->first + i * u->stride;
+        p->members[i] = (struct x3_measured_member){&t->l->linears[at], 1, t->noisy[at].error_source};
     }
     if (u->n > 1)
         share(t, p, u);
-    rc = x3_run_layer(&s->scored.runner, &t->w, p->states, err);
+    X3_TRY(rc, out, x3_measure_states(s, &s->scored, &p->alone, err));
+    X3_TRY(rc, out, x3_measure_states(s, &s->scored, &p->added, err));
+    X3_TRY(rc, out, x3_hidden_state_copy(p->alone, s->scored.clean, err));
+    rc = x3_hidden_state_copy(p->added, s->noisy, err);
+out:
+    return rc;
+}
+
+/* The clean layer, but for noise in the linears of a unit. */
+static x3_status run_alone(struct layer_work *t, const struct unit *u, x3_hidden_state *states, x3_err *err)
+{
+    x3_weight *clean = NULL;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&clean, u->n, sizeof *clean, err));
+    for (size_t i = 0; i < u->n; i++) {
+        const size_t at = u->first + i * u->stride;
+        clean[i] = t->w.linears[at];
+        t->w.linears[at] = t->noisy[at].weight;
+        t->w.linears[at].bias = clean[i].bias;
+    }
+    rc = x3_run_layer(&t->s->scored.runner, &t->w, states, err);
+    for (size_t i = 0; i < u->n; i++)
+        t->w.linears[u->first + i * u->stride] = clean[i];
+out:
+    free(clean);
+    return rc;
+}
+
+/* The noisy layer with twice the noise in the linears of a unit. */
+static x3_status run_added(struct layer_work *t, const struct unit *u, x3_hidden_state *states, x3_err *err)
+{
+    x3_weight *doubled = NULL;
+    size_t n = 0;
+    x3_status rc;
+
+    X3_TRY(rc, out, x3_alloc(&doubled, u->n, sizeof *doubled, err));
+    for (; n < u->n; n++) {
+        const size_t at = u->first + n * u->stride;
+        X3_TRY(rc, out, double_noise(t, at, &doubled[n], err));
+        t->w.linears[at] = doubled[n];
+    }
+    rc = x3_run_layer(&t->s->scored.runner, &t->w, states, err);
 out:
     for (size_t i = 0; i < n; i++) {
         const size_t at = u->first + i * u->stride;
         t->w.linears[at] = t->noisy[at].weight;
         t->w.linears[at].bias = t->clean[at].bias;
-        x3_device_free(s->dev, (void *)(uintptr_t)doubled[i].data);
+        x3_device_free(t->s->dev, (void *)(uintptr_t)doubled[i].data);
     }
     free(doubled);
     return rc;
 }
 
-static x3_status begin_paths(struct layer_work *t, x3_err *err)
-{
-    struct unit *units = NULL;
-    size_t n;
-    x3_status rc;
-
-    X3_TRY(rc, out, x3_alloc(&units, t->l->n_linears, sizeof *units, err));
-    n = units_of(t->l, units);
-    for (size_t i = 0; i < n; i++) {
-        X3_TRY(rc, out, begin_path(t, &units[i], err));
-        progress(t->s, 1, t->l->linears[units[i].first].name);
-    }
-out:
-    free(units);
-    return rc;
-}
-
 /* ---- the layer ---- */
 
-/* All that goes through the noisy layer. */
-static x3_status run_noisy(struct layer_work *t, size_t n_older, bool starts, x3_err *err)
+/* Paths [0, n_older) began in earlier layers, the others begin here, one a unit. The layer is clean, or with `noisy` the noisy one. */
+static x3_status run_paths(struct layer_work *t, const struct unit *units, size_t n_older, bool noisy, x3_err *err)
 {
     struct x3_measure *s = t->s;
-    x3_status rc = starts ? begin_paths(t, err) : X3_OK;
+    x3_status rc = X3_OK;
 
-    for (size_t i = 0; i < n_older && rc == X3_OK; i++) {
-        rc = x3_run_layer(&s->scored.runner, &t->w, s->paths[i].states, err);
-        progress(s, 1, t->l->prefix);
+    for (size_t i = 0; i < s->n_paths && rc == X3_OK; i++) {
+        x3_hidden_state *states = noisy ? s->paths[i].added : s->paths[i].alone;
+        const struct unit *u = i < n_older ? NULL : &units[i - n_older];
+        rc = u == NULL ? x3_run_layer(&s->scored.runner, &t->w, states, err)
+             : noisy   ? run_added(t, u, states, err)
+                       : run_alone(t, u, states, err);
+        progress(s, 1, u == NULL ? t->l->prefix : t->l->linears[u->first].name);
     }
-    return rc == X3_OK ? x3_run_layer(&s->scored.runner, &t->w, s->noisy, err) : rc;
+    return rc;
 }
 
 x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_err *err)
@@ -244,6 +266,7 @@ x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_e
     const x3_expert_options experts = {.own = false, .weighting = X3_EXPERT_WEIGHT_DOWN};
     const size_t n_older = s->n_paths;
     struct layer_work t = {.s = s, .l = l};
+    struct unit *units = NULL;
     x3_status rc;
 
     X3_TRY(rc, out, x3_alloc(&t.noisy, l->n_linears, sizeof *t.noisy, err));
@@ -255,11 +278,18 @@ x3_status x3_measure_layer(struct x3_measure *s, size_t layer, bool starts, x3_e
     X3_TRY(rc, out, x3_layer_stats_create(&t.stats, s->dev, l, &experts, false, err));
     X3_TRY(rc, out, disturb_layer(&t, err));
     X3_TRY(rc, out, x3_run_layer(&s->calibration.runner, &t.w, s->calibration.clean, err));
+    X3_TRY(rc, out, x3_alloc(&units, l->n_linears, sizeof *units, err));
+    for (size_t i = 0, n = starts ? units_of(l, units) : 0; i < n; i++)
+        X3_TRY(rc, out, open_path(&t, &units[i], err));
+    X3_TRY(rc, out, run_paths(&t, units, n_older, false, err));
     X3_TRY(rc, out, x3_run_layer(&s->scored.runner, &t.w, s->scored.clean, err));
     exchange(&t, true);
-    rc = run_noisy(&t, n_older, starts, err);
+    rc = run_paths(&t, units, n_older, true, err);
+    if (rc == X3_OK)
+        rc = x3_run_layer(&s->scored.runner, &t.w, s->noisy, err);
     exchange(&t, false);
 out:
+    free(units);
     for (size_t i = 0; t.noisy != NULL && i < l->n_linears; i++)
         x3_quant_linear_free(s->dev, &t.noisy[i]);
     free(t.noisy);

@@ -107,7 +107,7 @@ static x3_status write_measurement(const x3_checkpoint *c, const char *path, x3_
         rc = x3_fail(err, X3_ERR_IO, "%s: cannot write", path);
         goto out;
     }
-    fprintf(f, "{\"exl3_measurement\":2,\"source\":%s,\"options\":{\"codebook\":\"mul1\",\"noise_bits\":3},\"finished_layers\":%zu,\"linears\":[",
+    fprintf(f, "{\"exl3_measurement\":3,\"source\":%s,\"options\":{\"codebook\":\"mul1\",\"noise_bits\":3},\"finished_layers\":%zu,\"linears\":[",
             source, c->model->n_layers);
     x3_rng_init(&rng, 1, "costs");
     for (size_t i = 0; (d = x3_model_linear(c->model, i, &layer)) != NULL && layer < c->model->n_layers; i++)

@@ -328,10 +328,10 @@ X3_TEST(measurement_in_one_pass_and_in_many_is_the_same)
 
     o.seed = 2;
     CHECK_FAILS(x3_measure_run(&o, NULL, &findings, &err), &err, "is a measurement with other options");
-    CHECK((at = strstr(again, "\"exl3_measurement\":\t2")) != NULL);
+    CHECK((at = strstr(again, "\"exl3_measurement\":\t3")) != NULL);
     at[strlen("\"exl3_measurement\":\t")] = '1';
     x3_test_write(many, again, strlen(again));
-    CHECK_FAILS(x3_measurement_load(&b, many, c, &err), &err, "was measured by method 1, this program reads method 2");
+    CHECK_FAILS(x3_measurement_load(&b, many, c, &err), &err, "was measured by method 1, this program reads method 3");
     x3_checkpoint_close(c);
     t.hidden = 256;
     c = open_tiny(x3_test_path(root, "other"), &t);
