@@ -53,6 +53,7 @@ CUDA_ARCHS ?= $(filter 80 86 89 90 100 120 121,$(patsubst sm_%,%,$(shell $(NVCC)
 CUDA_PTX ?= $(or $(filter 100,$(CUDA_ARCHS)),$(lastword $(CUDA_ARCHS)))
 NVCC_FLAGS := -std=c++17 -O3 -fmad=false -I. -MMD -MP -Xcompiler -Wall,-Wextra \
               $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_$(CUDA_PTX),code=compute_$(CUDA_PTX)
+comma := ,
 ifdef CI
 NVCC_FLAGS += -Werror all-warnings -Xcompiler -Werror
 endif
@@ -225,6 +226,11 @@ $(B)/%.o: %.c Makefile
 # The CUDA sources take minutes: they are compiled again when their flags change, not when this file does.
 ifeq ($(CONFIG),cuda)
 $(shell mkdir -p $(B); echo '$(NVCC) $(NVCC_FLAGS)' | cmp -s - $(B)/nvcc_flags || echo '$(NVCC) $(NVCC_FLAGS)' > $(B)/nvcc_flags)
+endif
+
+# Hopper's own instructions are in no other target.
+ifneq ($(filter 90,$(CUDA_ARCHS)),)
+$(B)/kernels/%_hopper_cuda.o: NVCC_FLAGS := $(subst compute_90$(comma)code=sm_90,compute_90a$(comma)code=sm_90a,$(NVCC_FLAGS)) -DX3_SM90A
 endif
 
 $(B)/%.o: %.cu $(B)/nvcc_flags

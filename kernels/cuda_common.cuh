@@ -80,7 +80,7 @@ static __device__ __forceinline__ void begin_in_turn(void)
  * alone. Lane 4 g + q holds a[g | g + 8][2q, 2q + 1 | + 8], b[2q, 2q + 1 | + 8][g] and c[g | g + 8][2q, 2q + 1]. */
 static __device__ __forceinline__ void mma_f16(float c[4], const uint32_t a[4], const uint32_t b[2])
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -300,6 +300,22 @@ static __device__ __forceinline__ float exp_exact(float x)
     p = fmaf(p, r, 5.0000001201e-1f);
     p = fmaf(p, r * r, r) + 1.0f;
     return p * __uint_as_float((uint32_t)((int)n + 127) << 23);
+}
+
+/* silu(gate) * up, as x3_kernels.silu_mul. */
+static __device__ __forceinline__ float silu_mul_exact(float gate, float up)
+{
+    return gate / (1.0f + exp_exact(0.0f - gate)) * up;
+}
+
+/* Dimensions i of the rotated ones of a head: x[2 i], x[2 i + 1], or x[i], x[half + i]. table: cosines, then sines of the position. */
+static __device__ __forceinline__ void rope_pair(float *x, const float *table, size_t i, size_t half, bool interleaved)
+{
+    float *p = interleaved ? x + 2 * i : x + i, *q = interleaved ? p + 1 : p + half;
+    const float u = *p, v = *q, cosine = table[i], sine = table[half + i];
+
+    *p = u * cosine - v * sine;
+    *q = v * cosine + u * sine;
 }
 
 /* Same result in all lanes, whatever the number of active terms. */

@@ -59,15 +59,17 @@ typedef struct x3_cuda_rows {
     void *d_y; /* [n_rows][n_out] */
     x3_cuda_type y_type;
     size_t ldy;
+    const void *d_up; /* NULL, or as x: the inputs are then silu(x) * up; not for x3_cuda_linear_gemm */
 } x3_cuda_rows;
 
 #define X3_CUDA_LINEAR_ROWS 128
+#define X3_CUDA_LINEAR_PARTS 4
 
 /* y[r] = ((x[r] * suh) Hd  Wq  Hd) * svh + bias for 1 .. X3_CUDA_LINEAR_ROWS rows, decoding fused with the product:
  * (x * suh) Hd rounded to float16, Wq exact, float32 sums. A row's result is the same bits whatever rows come with it: the
  * inputs are split, and partial sums added, in an order that depends on the shape and the device alone.
  *
- * scratch: x3_cuda_linear_bytes, on a 256-byte boundary, of which the first X3_CUDA_COUNTER_BYTES must be zero before
+ * scratch: x3_cuda_linear_bytes for one group, on a 256-byte boundary, of which the first X3_CUDA_COUNTER_BYTES must be zero before
  * the first call; every call leaves them zero. After a device fault, zero them again.
  *
  * overlap: the group was in memory before the operation that precedes on this stream began (true in any forward pass), so
@@ -76,14 +78,18 @@ typedef struct x3_cuda_rows {
  * Bound: relative error against a float64 product under 4e-4 on Gaussian rows. */
 x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, bool overlap,
                          void *d_scratch, x3_cuda_stream stream, x3_err *err) X3_MUST;
+/* The same for n_groups (1 .. X3_CUDA_LINEAR_PARTS) weights of one K and codebook that read the same rows, in one launch; rows differ
+ * in y alone. The bits are those of the groups together: other ones than each alone gives. */
+x3_status x3_cuda_linears(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, size_t n_groups, bool overlap,
+                          void *d_scratch, x3_cuda_stream stream, x3_err *err) X3_MUST;
 #define X3_CUDA_COUNTER_BYTES 65536
-size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_rows);
+size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_groups, size_t n_rows);
 
 /* The same bits for any number of rows, faster from about 128: codes and rows are first written out as operands.
  * d_scratch: x3_cuda_linear_rows_bytes, contents of no meaning. Only where x3_cuda_linear_rows_fits. */
-x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, void *d_scratch,
+x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, size_t n_groups, void *d_scratch,
                               x3_cuda_stream stream, x3_err *err) X3_MUST;
-size_t x3_cuda_linear_rows_bytes(const x3_cuda_group *g, size_t n_rows);
+size_t x3_cuda_linear_rows_bytes(const x3_cuda_group *g, size_t n_groups, size_t n_rows);
 bool x3_cuda_linear_rows_fits(const x3_cuda_info *info);
 
 /* The same for any number of rows, but not the bits: the effective weight is written out as float16 (x3_cuda_dense), then one cuBLAS product

@@ -45,6 +45,8 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
                              const float *d_x, size_t ldx, size_t n_rows, float *d_y, size_t ldy, x3_cuda_stream stream,
                              x3_err *err) X3_MUST;
 
+/* ids[r]: the index of the largest of x[r][0 .. n - 1], of equal ones the lowest; -1: one is a NaN, or none is finite. EXACT. */
+x3_status x3_cuda_argmax(const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_cuda_stream stream, x3_err *err) X3_MUST;
 /* out [n_rows][n] = rows ids of a dense weight [..][n], as float32. EXACT. */
 x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n, const int32_t *d_ids, size_t n_rows, float *d_out,
                              x3_cuda_stream stream, x3_err *err) X3_MUST;
@@ -96,6 +98,9 @@ x3_status x3_cuda_attend(const x3_cuda_attention *a, const x3_cuda_batch *batch,
  * rows. d_partial: x3_cuda_packed_bytes, contents of no meaning. */
 x3_status x3_cuda_append_packed(const x3_cuda_kv *kv, const x3_cuda_batch *batch, const float *d_k, size_t ldk,
                                 const float *d_v, size_t ldv, x3_cuda_stream stream, x3_err *err) X3_MUST;
+/* Rotates q and k in place, then appends k (its d_x, ld and head_stride) and v: the bits of the three calls. */
+x3_status x3_cuda_rope_append_packed(const x3_cuda_rope *q, const x3_cuda_rope *k, const x3_cuda_kv *kv, const x3_cuda_batch *batch,
+                                     const float *d_v, size_t ldv, x3_cuda_stream stream, x3_err *err) X3_MUST;
 x3_status x3_cuda_attend_packed(const x3_cuda_info *info, const x3_cuda_attention *a, const x3_cuda_batch *batch, float *d_partial,
                                 x3_cuda_stream stream, x3_err *err) X3_MUST;
 size_t x3_cuda_packed_bytes(const x3_cuda_info *info, const x3_cuda_attention *a, const x3_cuda_batch *batch);

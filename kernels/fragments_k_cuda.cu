@@ -9,8 +9,9 @@
 #define TILE_WORDS (8 * X3_K)
 #define WARPS 8
 
-/* A warp a row of tiles of a stripe (a unit): [stripe][unit][tile][lane]. What limits it: writing. */
-template <int CODEBOOK>
+/* A warp a row of tiles of a stripe (a unit): [stripe][unit][tile][lane], or as x3_linear_hopper has them. What limits it:
+ * writing. */
+template <int CODEBOOK, bool HOPPER>
 static __global__ void __launch_bounds__(WARPS *X3_WARP) write_fragments(const uint32_t *words, uint4 *out, int n_units, int n_stripes,
                                                                         uint32_t multiplier, uint32_t addend)
 {
@@ -27,20 +28,29 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP) write_fragments(const u
     for (int i = lane; i < STRIPE_TILES * TILE_WORDS / 4; i += X3_WARP)
         ((uint4 *)tiles[warp])[i] = from[i];
     __syncwarp();
-    out += ((size_t)stripe * n_units + unit) * STRIPE_TILES * X3_WARP + lane;
+    out += ((size_t)stripe * n_units + unit) * STRIPE_TILES * X3_WARP;
 #pragma unroll
     for (int t = 0; t < STRIPE_TILES; t++) {
         uint32_t w[4];
         decode_tile<X3_K, CODEBOOK>(tiles[warp] + t * TILE_WORDS, bits, o, w);
-        out[t * X3_WARP] = make_uint4(w[0], w[1], w[2], w[3]);
+        if (HOPPER) /* word i: outputs 8 (i % 2) .. of the tile, inputs 8 (i / 2) .. */
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                ((uint32_t *)out)[(2 * (2 * t + i % 2) + i / 2) * X3_WARP + lane] = w[i];
+        else
+            out[t * X3_WARP + lane] = make_uint4(w[0], w[1], w[2], w[3]);
     }
 }
 
 #define NAME_OF(k) x3_fragment_kernels_k##k
 #define NAME(k) NAME_OF(k)
 
-void NAME(X3_K)(const void *out[N_DECODERS])
+void NAME(X3_K)(const void *out[N_DECODERS][N_FRAGMENTS])
 {
-    out[decoder_of((x3_codebook)CODEBOOK_SUM)] = (const void *)write_fragments<CODEBOOK_SUM>;
-    out[decoder_of(X3_CB_MUL1)] = (const void *)write_fragments<X3_CB_MUL1>;
+    const int sum = decoder_of((x3_codebook)CODEBOOK_SUM), mul1 = decoder_of(X3_CB_MUL1);
+
+    out[sum][FRAGMENTS_MMA] = (const void *)write_fragments<CODEBOOK_SUM, false>;
+    out[sum][FRAGMENTS_HOPPER] = (const void *)write_fragments<CODEBOOK_SUM, true>;
+    out[mul1][FRAGMENTS_MMA] = (const void *)write_fragments<X3_CB_MUL1, false>;
+    out[mul1][FRAGMENTS_HOPPER] = (const void *)write_fragments<X3_CB_MUL1, true>;
 }

@@ -1,9 +1,13 @@
-/* The EXL3 linear for 1 .. 128 rows: its parts and how the work is cut. Private to linear*.cu.
+/* The EXL3 linear: its parts, what it computes, and how the work is cut. Private to linear*.cu and fragments_k_cuda.cu.
  *
- * A unit is one row of tiles (16 inputs) of one stripe (128 outputs). Units are numbered stripe by stripe; every
- * block takes a run of them, all runs equal or one longer, so it sees one or a few segments, each inside one stripe. Inside a segment unit i
- * belongs to chain i % 8. An output is the sum over its stripe's segments, first to last, of the sum over chains 0 .. 7
- * of the tensor-core products of the chain's units, first to last. None of this depends on the number of rows. */
+ * Several weights of one K that read the same inputs (parts) are one product: their stripes of 128 outputs are numbered one
+ * part after the other. A pair is two rows of tiles (32 inputs) of one stripe. Pairs are numbered stripe by stripe; every
+ * block takes a run of them, all runs equal or one longer, so it sees one or a few segments, each inside one stripe. Inside a
+ * segment pair i belongs to chain i % 8. An output is the sum over its stripe's segments, first to last, of the sum over
+ * chains 0 .. 7 of the sum over the chain's pairs, first to last. None of this depends on the number of rows.
+ *
+ * Rotated inputs are rounded to float16; an accumulator is that of the tensor core, unit after unit (a unit is one row of tiles:
+ * half a pair). */
 #ifndef X3_LINEAR_CUDA_CUH
 #define X3_LINEAR_CUDA_CUH
 
@@ -12,28 +16,41 @@
 #define N_CHAINS 8
 #define STRIPE_COLS 128
 #define STRIPE_TILES (STRIPE_COLS / X3_TILE)
-#define LINEAR_STAGE_UNITS(K) ((K) <= 3 ? 4 : 2) /* units of a chain that arrive in shared memory together */
+#define PAIR_INPUTS 32
+#define LINEAR_STAGE_PAIRS(K) ((K) <= 3 ? 2 : 1) /* pairs of a chain that arrive in shared memory together */
 #define LINEAR_SUMS_PAD 4                        /* keeps the rows of sums in different banks */
 #define FOLD_ROWS 4                   /* up to here every block rotates its own inputs */
 
-typedef struct linear_args {
+/* One of the weights. */
+typedef struct linear_part {
     const uint32_t *words;
     const uint16_t *suh, *svh;
     const float *bias;
-    const void *x;
     void *y;
-    size_t ldx, ldy;
+    size_t ldy;
+    int y_whole; /* rows may be written four numbers at a time */
+    int n_out;
+    int first_stripe, n_stripes;
+} linear_part;
+
+typedef struct linear_args {
+    linear_part parts[X3_CUDA_LINEAR_PARTS];
+    int n_parts;
+    const void *x, *up; /* up NULL, or the inputs are silu(x) * up */
+    size_t ldx;
     x3_cuda_type x_type, y_type;
-    int x_whole, y_whole; /* rows may be read and written four numbers at a time */
-    int n_rows, n_in, n_out;
+    int x_whole; /* rows may be read four numbers at a time */
+    int n_rows, n_in;
     uint32_t multiplier, addend; /* of the codebook: struct ones */
-    int n_units_in, n_stripes; /* units of a stripe; stripes */
-    int n_units_each;          /* of a block, */
-    int n_units_more;          /* and this many blocks take one more */
-    int n_stages;              /* of a warp's ring in shared memory */
-    uint4 *fragments;          /* rotated inputs as operands: [row / 16][unit][lane]; unused when folded */
-    float *partial;            /* [slot][row][128], slot = block + stripe */
-    int *counters;             /* [row group][stripe] segments that have arrived; zero between calls */
+    int n_pairs_in, n_stripes;   /* pairs of a stripe; stripes of all parts */
+    int n_pairs_each;            /* of a block, */
+    int n_pairs_more;            /* and this many blocks take one more */
+    int n_stages;                /* of a warp's ring in shared memory */
+    int n_together;              /* groups of 16 rows whose operands of a pair lie together: 1, for x3_linear_hopper 8 */
+    uint4 *fragments;            /* rotated inputs as operands: [part][row / 16][unit][lane]; together, and for wgmma: [part][row / 128][pair]
+                                    [row / 8 % 16][unit of the pair][input / 8][row % 8][input % 8]. Unused when folded */
+    float *partial;              /* [slot][row][128], slot = block + stripe */
+    int *counters;               /* [row group][stripe] segments that have arrived; zero between calls */
 } linear_args;
 
 /* Compiled forms, by the rows that a block keeps: groups of 8 rows, tiles (of 16 outputs) a warp multiplies at a time, warps.
@@ -60,18 +77,20 @@ void x3_linear_kernels_k6(linear_kernels *out);
 void x3_linear_kernels_k7(linear_kernels *out);
 void x3_linear_kernels_k8(linear_kernels *out);
 x3_status x3_linear_kernels_of(int K, linear_kernels *out, x3_err *err);
-x3_status x3_linear_check(const x3_cuda_group *g, x3_err *err);
-/* All but the work split and scratch. */
-void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows);
+/* Fails unless the groups can be one product. */
+x3_status x3_linear_check(const x3_cuda_group *g, size_t n_groups, x3_err *err);
+/* All but the work split and scratch. rows: one for each group, alike but for y. */
+void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_rows *rows, size_t n_groups);
 /* The work split; returns the number of blocks. */
 int x3_linear_cut(const x3_cuda_info *info, linear_args *a);
 /* a->fragments := the rotated inputs. */
 x3_status x3_linear_rotate(const x3_cuda_info *info, linear_args *a, bool overlap, x3_cuda_stream stream, x3_err *err);
+size_t x3_linear_fragment_bytes(const x3_cuda_group *g, size_t n_groups, size_t n_rows, int n_together);
 
 /* Shared memory: the warps' rings of weights, the chains' sums of 8 rows, and the rotated inputs when folded. */
 static inline size_t linear_ring_bytes(int K, linear_shape s, int n_stages)
 {
-    return (size_t)LINEAR_WARPS(s) * (size_t)n_stages * LINEAR_STAGE_UNITS(K) * LINEAR_TILES(s) * 32 * (size_t)K;
+    return (size_t)LINEAR_WARPS(s) * (size_t)n_stages * 2 * LINEAR_STAGE_PAIRS(K) * LINEAR_TILES(s) * 32 * (size_t)K;
 }
 
 static inline size_t linear_sums_bytes(linear_shape s, int n_rows)
@@ -81,15 +100,56 @@ static inline size_t linear_sums_bytes(linear_shape s, int n_rows)
     return (size_t)N_CHAINS * (size_t)(n_rows < 8 ? n_rows : 8) * (cols + LINEAR_SUMS_PAD) * sizeof(float);
 }
 
-/* Rotated inputs 128 * block + 4 * lane .. of a row: those two and two that are neighbours in an operand. */
-static __device__ __forceinline__ void rotate_inputs(const linear_args &a, int row, int block, int lane, uint32_t words[2])
-{
-    const size_t i = (size_t)block * X3_HADAMARD + 4 * lane;
-    float v[4];
+#define LINEAR_PAIR_WORDS 16 /* of a row of a pair, folded */
 
-    load_4(v, a.x, a.x_type, (size_t)row * a.ldx, i, (size_t)a.n_in, a.x_whole);
-    scale_4(v, a.suh, i);
+static __device__ __forceinline__ int linear_row_places(const linear_args &a)
+{
+    return (a.n_rows + 15) & ~15;
+}
+
+static __device__ __forceinline__ int part_of(const linear_args &a, int stripe)
+{
+    int p = 0;
+
+#pragma unroll
+    for (int i = 1; i < X3_CUDA_LINEAR_PARTS; i++)
+        p += i < a.n_parts && stripe >= a.parts[i].first_stripe;
+    return p;
+}
+
+/* ---- inputs ------------------------------------------------------------------------------------------------------ */
+
+/* Rotated inputs 128 * block + 4 * lane .. of a row; scale: suh there. */
+static __device__ __forceinline__ void rotate_loaded(float v[4], uint2 scale, int lane)
+{
+    const float2 p = __half22float2(bits_half2(scale.x)), q = __half22float2(bits_half2(scale.y));
+
+    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
     hadamard_128(v, lane);
+}
+
+static __device__ __forceinline__ void load_inputs(const linear_args &a, int row, int block, int lane, float v[4])
+{
+    const size_t at = (size_t)row * a.ldx, i = (size_t)block * X3_HADAMARD + 4 * lane;
+
+    load_4(v, a.x, a.x_type, at, i, (size_t)a.n_in, a.x_whole);
+    if (a.up != NULL) {
+        float u[4];
+        load_4(u, a.up, a.x_type, at, i, (size_t)a.n_in, a.x_whole);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            v[e] = silu_mul_exact(v[e], u[e]);
+    }
+}
+
+static __device__ __forceinline__ uint2 load_scales(const linear_args &a, int p, int block, int lane)
+{
+    return *(const uint2 *)(a.parts[p].suh + (size_t)block * X3_HADAMARD + 4 * lane);
+}
+
+/* Two neighbours in an operand each. */
+static __device__ __forceinline__ void operand_words(const float v[4], uint32_t words[2])
+{
     words[0] = half2_bits(__floats2half2_rn(v[0], v[2]));
     words[1] = half2_bits(__floats2half2_rn(v[1], v[3]));
 }
@@ -99,6 +159,38 @@ static __device__ __forceinline__ void rotate_inputs(const linear_args &a, int r
 static __device__ __forceinline__ int operand_word(int lane, int which)
 {
     return 2 * (2 * which + (lane & 1)) + (lane >> 1 & 1);
+}
+
+/* acc += weights (two units of TILES tiles) times rows, for one group of 8 rows. */
+template <int TILES>
+static __device__ __forceinline__ void multiply_pair(float (*acc)[4], const uint32_t w[TILES][2][4], const uint32_t b0[2],
+                                                     const uint32_t b1[2])
+{
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        mma_f16(acc[t], w[t][0], b0);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        mma_f16(acc[t], w[t][1], b1);
+}
+
+/* ---- outputs ----------------------------------------------------------------------------------------------------- */
+
+/* v: a row's sums for outputs 128 stripe + 4 lane .., which become y. */
+static __device__ __forceinline__ void finish_row(const linear_args &a, int stripe, int row, float v[4], int lane)
+{
+    const int p = part_of(a, stripe);
+    const linear_part &part = a.parts[p];
+    const size_t i = (size_t)(stripe - part.first_stripe) * STRIPE_COLS + 4 * lane;
+
+    const uint2 scale = *(const uint2 *)(part.svh + i); /* asked for before it is needed */
+    const float2 low = __half22float2(bits_half2(scale.x)), high = __half22float2(bits_half2(scale.y));
+    hadamard_128(v, lane);
+    v[0] *= low.x, v[1] *= low.y, v[2] *= high.x, v[3] *= high.y;
+    if (part.bias != NULL)
+        for (int e = 0; e < 4; e++)
+            v[e] += i + e < (size_t)part.n_out ? part.bias[i + e] : 0.0f;
+    store_4(v, part.y, a.y_type, (size_t)row * part.ldy, i, (size_t)part.n_out, part.y_whole);
 }
 
 #endif

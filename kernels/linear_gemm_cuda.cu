@@ -22,15 +22,16 @@ static __global__ void __launch_bounds__(ROW_THREADS) round_rows(const __grid_co
 
 static __global__ void __launch_bounds__(ROW_THREADS) add_bias(const __grid_constant__ linear_args a)
 {
-    const size_t at = (size_t)blockIdx.x * ROW_THREADS + threadIdx.x, row = at / a.n_out, i = at % a.n_out;
+    const linear_part &part = a.parts[0];
+    const size_t at = (size_t)blockIdx.x * ROW_THREADS + threadIdx.x, row = at / part.n_out, i = at % part.n_out;
 
     if (row >= (size_t)a.n_rows)
         return;
     if (a.y_type == X3_CUDA_F32) {
-        ((float *)a.y)[row * a.ldy + i] += a.bias[i];
+        ((float *)part.y)[row * part.ldy + i] += part.bias[i];
     } else {
-        __half *y = (__half *)a.y + row * a.ldy + i;
-        *y = __float2half_rn(__half2float(*y) + a.bias[i]);
+        __half *y = (__half *)part.y + row * part.ldy + i;
+        *y = __float2half_rn(__half2float(*y) + part.bias[i]);
     }
 }
 
@@ -57,10 +58,12 @@ x3_status x3_cuda_linear_gemm(const x3_cuda_info *info, x3_cuda_blas blas, const
     const float one = 1, zero = 0;
     linear_args a;
 
+    if (rows->d_up != NULL)
+        return x3_fail(err, X3_ERR_UNSUPPORTED, "a linear of many rows by a matrix product takes its inputs as they are");
     if (n_rows == 0 || n_rows > INT32_MAX / 2 || rows->ldx > INT32_MAX || rows->ldy > INT32_MAX)
         return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows, ld %zu and %zu", n_rows, rows->ldx, rows->ldy);
     RETURN_IF_FAILED(x3_cuda_dense(info, g, weight, stream, err)); /* checks the group */
-    x3_linear_fill_args(&a, g, rows);
+    x3_linear_fill_args(&a, g, rows, 1);
     if (rows->x_type == X3_CUDA_F32) {
         ldx = (int)x3_round_up(g->n_in, 8);
         x = rounded;
@@ -71,7 +74,7 @@ x3_status x3_cuda_linear_gemm(const x3_cuda_info *info, x3_cuda_blas blas, const
     }
     RETURN_IF_FAILED(check_blas(cublasSetStream(blas, stream), "choosing the stream", err));
     /* row-major y = x w is column-major y' = w' x' */
-    RETURN_IF_FAILED(check_blas(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, a.n_out, a.n_rows, a.n_in, &one, weight, CUDA_R_16F,
+    RETURN_IF_FAILED(check_blas(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, (int)g->n_out, a.n_rows, a.n_in, &one, weight, CUDA_R_16F,
                                              (int)g->n_out_padded, x, CUDA_R_16F, ldx, &zero, rows->d_y,
                                              rows->y_type == X3_CUDA_F32 ? CUDA_R_32F : CUDA_R_16F, (int)rows->ldy,
                                              CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "product", err));

@@ -1,4 +1,4 @@
-/* EXL3 linear and reconstruction for one K: compile with -DX3_K=1 .. 8. linear_cuda.cuh says how the work is cut.
+/* EXL3 linear and reconstruction for one K: compile with -DX3_K=1 .. 8. linear_cuda.cuh says what is computed and how it is cut.
  *
  * What limits it: at one row, instructions. Decoding costs 33 to 39 issue slots for the 8 weights of a lane (shifts and
  * permutations 11 to 17, multiplies 8, packing and float16 fma 8, tensor cores 3, loads 2), while memory would allow
@@ -10,61 +10,63 @@
 #endif
 
 #define TILE_WORDS (8 * X3_K)
-#define STAGE_UNITS LINEAR_STAGE_UNITS(X3_K)
+#define STAGE_PAIRS LINEAR_STAGE_PAIRS(X3_K)
+#define STAGE_UNITS (2 * STAGE_PAIRS)
 
-/* ---- walking over a block's units ------------------------------------------------------------------------------ */
+/* ---- walking over a block's pairs ------------------------------------------------------------------------------ */
 
-/* Units [begin, end), all in one stripe. */
+/* Pairs [begin, end), all in one stripe. */
 typedef struct segment {
     int begin, end, stripe;
 } segment;
 
-/* Block b's first unit; that of block b + 1 ends its last segment. */
-static __device__ __forceinline__ int first_unit(const linear_args &a, int b)
+/* Block b's first pair; that of block b + 1 ends its last segment. */
+static __device__ __forceinline__ int first_pair(const linear_args &a, int b)
 {
-    return b * a.n_units_each + min(b, a.n_units_more);
+    return b * a.n_pairs_each + min(b, a.n_pairs_more);
 }
 
-/* The block whose unit this is. */
-static __device__ __forceinline__ int block_of(const linear_args &a, int unit)
+/* The block whose pair this is. */
+static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
 {
-    const int large = a.n_units_more * (a.n_units_each + 1); /* units of the blocks that have one more */
+    const int large = a.n_pairs_more * (a.n_pairs_each + 1); /* pairs of the blocks that have one more */
 
-    return unit < large ? unit / (a.n_units_each + 1) : a.n_units_more + (unit - large) / a.n_units_each;
+    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
 }
 
-static __device__ __forceinline__ segment segment_first(int first, int last, int n_units_in)
+static __device__ __forceinline__ segment segment_first(int first, int last, int n_pairs_in)
 {
     segment s;
 
-    s.stripe = first / n_units_in;
+    s.stripe = first / n_pairs_in;
     s.begin = first;
-    s.end = min(last, (s.stripe + 1) * n_units_in);
+    s.end = min(last, (s.stripe + 1) * n_pairs_in);
     return s;
 }
 
-/* The one after s in a block whose units end at `last`; s.end < last. */
-static __device__ __forceinline__ segment segment_next(segment s, int last, int n_units_in)
+/* The one after s in a block whose pairs end at `last`; s.end < last. */
+static __device__ __forceinline__ segment segment_next(segment s, int last, int n_pairs_in)
 {
     s.stripe++;
     s.begin = s.end;
-    s.end = min(last, s.end + n_units_in);
+    s.end = min(last, s.end + n_pairs_in);
     return s;
 }
 
-/* Units of a chain in a segment. */
-static __device__ __forceinline__ int chain_units(segment s, int chain)
+/* Pairs of a chain in a segment. */
+static __device__ __forceinline__ int chain_pairs(segment s, int chain)
 {
     return (s.end - s.begin - chain + N_CHAINS - 1) / N_CHAINS; /* may be 0: then (negative + 7) / 8 rounds to it */
 }
 
-/* What a warp copies into its ring: the units of its chain, for each of its column parts in turn, segment by segment. Part
- * p of a stripe is TILES tiles wide. A copy instruction moves 16 bytes a lane, and several units where they are small. */
+/* What a warp copies into its ring: the pairs of its chain, for each of its column parts in turn, segment by segment. Column
+ * part p of a stripe is TILES tiles wide. A copy instruction moves 16 bytes a lane, and several units where they are small. */
 typedef struct feed {
-    const uint32_t *from; /* this lane's bytes of the next unit */
-    int n_left;           /* units before this part of this segment ends; none at the very end */
+    const uint32_t *from; /* this lane's bytes of the next pair */
+    size_t unit_step;     /* words from a unit to the next one */
+    int n_left;           /* pairs before this column part of this segment ends; none at the very end */
     segment s;
-    int part;
+    int columns;
 } feed;
 
 /* In 16-byte pieces; units a copy instruction moves, a divisor of STAGE_UNITS. */
@@ -72,50 +74,57 @@ typedef struct feed {
 #define COPY_UNITS(TILES) \
     (UNIT_PIECES(TILES) * 4 <= X3_WARP && STAGE_UNITS >= 4 ? 4 : UNIT_PIECES(TILES) * 2 <= X3_WARP ? 2 : 1)
 
+/* Units from the first of a stage to unit u of it. */
+static __device__ __forceinline__ int unit_distance(int u)
+{
+    return 2 * N_CHAINS * (u / 2) + u % 2;
+}
+
 template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain, int lane)
 {
-    const int lane_unit = lane / UNIT_PIECES(TILES), piece = lane % UNIT_PIECES(TILES); /* 0, lane where one is copied */
-    const int unit = f->s.begin - f->s.stripe * a.n_units_in + chain + N_CHAINS * (COPY_UNITS(TILES) > 1 ? lane_unit : 0);
-    const size_t tile = (size_t)unit * a.n_stripes * STRIPE_TILES + f->s.stripe * STRIPE_TILES + f->part * TILES;
+    constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
+    const linear_part &part = a.parts[part_of(a, f->s.stripe)];
+    const int lane_unit = units > 1 ? lane / pieces : 0, piece = units > 1 ? lane % pieces : lane;
+    const int unit = 2 * (f->s.begin - f->s.stripe * a.n_pairs_in + chain) + unit_distance(lane_unit);
+    const size_t tile = (size_t)(f->s.stripe - part.first_stripe) * STRIPE_TILES + f->columns * TILES;
 
-    f->n_left = chain_units(f->s, chain);
-    f->from = a.words + tile * TILE_WORDS + (COPY_UNITS(TILES) > 1 ? piece : lane) * 4;
+    f->unit_step = (size_t)part.n_stripes * STRIPE_TILES * TILE_WORDS;
+    f->n_left = chain_pairs(f->s, chain);
+    f->from = part.words + unit * f->unit_step + tile * TILE_WORDS + piece * 4;
 }
 
 /* Goes on to where there is something left. */
 template <int TILES, int WARPS>
 static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain, int lane)
 {
-    const int beside = WARPS / N_CHAINS; /* parts that other warps take at the same time */
+    const int beside = WARPS / N_CHAINS; /* column parts that other warps take at the same time */
 
-    while (f->n_left <= 0 && (f->s.end < last || f->part + beside < STRIPE_TILES / TILES)) {
-        f->part += beside;
-        if (f->part >= STRIPE_TILES / TILES) {
-            f->part %= beside;
-            f->s = segment_next(f->s, last, a.n_units_in);
+    while (f->n_left <= 0 && (f->s.end < last || f->columns + beside < STRIPE_TILES / TILES)) {
+        f->columns += beside;
+        if (f->columns >= STRIPE_TILES / TILES) {
+            f->columns %= beside;
+            f->s = segment_next(f->s, last, a.n_pairs_in);
         }
         feed_point<TILES>(f, a, chain, lane);
     }
 }
 
-/* Starts copying the next stage, as one group. `chain_step`: words from a unit of the chain to the next one. */
+/* Starts copying the next stage, as one group. */
 template <int TILES, int WARPS>
-static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage, size_t chain_step, int last,
-                                                  int chain, int lane)
+static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage, int last, int chain, int lane)
 {
     constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
     const int lane_unit = units > 1 ? lane / pieces : 0;
 
     if (f->n_left > 0) {
-        const uint32_t *from = f->from;
 #pragma unroll
-        for (int u = 0; u < STAGE_UNITS; u += units, from += units * chain_step)
+        for (int u = 0; u < STAGE_UNITS; u += units)
 #pragma unroll
             for (int p = 0; p < pieces * units; p += X3_WARP)
-                if (u + lane_unit < f->n_left && (pieces * units - p >= X3_WARP || lane < pieces * units - p))
-                    copy_async_16(stage + u * TILES * TILE_WORDS + (p + lane) * 4, from + p * 4);
-        f->from = from;
-        f->n_left -= STAGE_UNITS;
+                if ((u + lane_unit) / 2 < f->n_left && (pieces * units - p >= X3_WARP || lane < pieces * units - p))
+                    copy_async_16(stage + u * TILES * TILE_WORDS + (p + lane) * 4, f->from + unit_distance(u) * f->unit_step + p * 4);
+        f->from += 2 * N_CHAINS * STAGE_PAIRS * f->unit_step;
+        f->n_left -= STAGE_PAIRS;
         if (f->n_left <= 0)
             feed_settle<TILES, WARPS>(f, a, last, chain, lane);
     }
@@ -124,53 +133,91 @@ static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a,
 
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
 
-/* Folded: the inputs of the block's units, [unit - first][row][q][2] words in the order of operands, behind 4 words of
- * zeros for lanes without a row. */
-static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, segment s, int last, int warp,
+/* Folded: the rotated inputs of the block's pairs, [pair - first][row][unit][q][2] words in the order of operands, behind as many
+ * zeros as a row of a pair takes, for lanes without a row. */
+#define ROTATED_AT_ONCE 2 /* 128-blocks that a warp has on the way together */
+
+/* Scales of the warp's first 128-blocks: weights, which may be read before the kernel before this one is done. */
+typedef struct rotation {
+    uint2 scales[ROTATED_AT_ONCE];
+} rotation;
+
+/* First and last 128-block of a segment, in its stripe. */
+static __device__ __forceinline__ int2 blocks_of(const linear_args &a, segment s)
+{
+    const int base = s.stripe * a.n_pairs_in;
+
+    return make_int2((s.begin - base) / 4, (s.end - base + 3) / 4);
+}
+
+static __device__ __forceinline__ void load_rotation(rotation *r, const linear_args &a, int p, int block, int end, int n_warps, int lane)
+{
+#pragma unroll
+    for (int i = 0; i < ROTATED_AT_ONCE; i++)
+        r->scales[i] = load_scales(a, p, min(block + i * n_warps, end - 1), lane);
+}
+
+static __device__ __forceinline__ void store_folded(uint32_t *inputs, const linear_args &a, segment s, int first, int row, int block,
+                                                    const float v[4], int lane)
+{
+    const int pair = s.stripe * a.n_pairs_in + block * 4 + (lane >> 3);
+    uint32_t words[2];
+
+    operand_words(v, words);
+    if (pair >= s.begin && pair < s.end) {
+        uint32_t *to = inputs + ((pair - first) * a.n_rows + row) * LINEAR_PAIR_WORDS + (lane >> 2 & 1) * 8;
+        to[operand_word(lane, 0)] = words[0];
+        to[operand_word(lane, 1)] = words[1];
+    }
+}
+
+/* r: of segment s. */
+static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, rotation r, segment s, int last, int warp,
                                                         int n_warps, int lane)
 {
     const int first = s.begin;
 
-    if (threadIdx.x < 4)
+    if (threadIdx.x < LINEAR_PAIR_WORDS)
         inputs[threadIdx.x] = 0;
-    for (;; s = segment_next(s, last, a.n_units_in)) {
-        const int base = s.stripe * a.n_units_in, n_blocks = (s.end - base + 7) / 8;
-        for (int block = (s.begin - base) / 8 + warp; block < n_blocks; block += n_warps)
+    inputs += LINEAR_PAIR_WORDS;
+    for (bool loaded = true;; s = segment_next(s, last, a.n_pairs_in), loaded = false) {
+        const int p = part_of(a, s.stripe);
+        const int2 blocks = blocks_of(a, s);
+        for (int block = blocks.x + warp; block < blocks.y; block += ROTATED_AT_ONCE * n_warps, loaded = false) {
+            if (!loaded)
+                load_rotation(&r, a, p, block, blocks.y, n_warps, lane);
             for (int row = 0; row < a.n_rows; row++) {
-                const int unit = base + block * 8 + (lane >> 2);
-                uint32_t words[2];
-                rotate_inputs(a, row, block, lane, words);
-                if (unit >= s.begin && unit < s.end) {
-                    uint32_t *to = inputs + 4 + ((unit - first) * a.n_rows + row) * 8;
-                    to[operand_word(lane, 0)] = words[0];
-                    to[operand_word(lane, 1)] = words[1];
+                float v[ROTATED_AT_ONCE][4];
+#pragma unroll
+                for (int i = 0; i < ROTATED_AT_ONCE; i++)
+                    load_inputs(a, row, min(block + i * n_warps, blocks.y - 1), lane, v[i]);
+#pragma unroll
+                for (int i = 0; i < ROTATED_AT_ONCE; i++) {
+                    rotate_loaded(v[i], r.scales[i], lane);
+                    if (block + i * n_warps < blocks.y)
+                        store_folded(inputs, a, s, first, row, block + i * n_warps, v[i], lane);
                 }
             }
+        }
         if (s.end == last)
             break;
     }
     __syncthreads();
 }
 
-/* B operands of one unit. Folded: 8 rows at most, at `from` in shared memory; else 16 rows at a time at `from` in global
- * memory, `block_step` apart. */
-template <int GROUPS, bool FOLDED>
-static __device__ __forceinline__ void inputs_load(const void *from, size_t block_step, uint32_t out[GROUPS][2])
+/* B operands of one pair from global memory, 16 rows at a time, `block_step` apart. */
+template <int GROUPS> static __device__ __forceinline__ void operands_load(const uint4 *from, size_t block_step, uint32_t out[2][GROUPS][2])
 {
-    if constexpr (FOLDED) {
-        const uint2 h = *(const uint2 *)from;
-        out[0][0] = h.x;
-        out[0][1] = h.y;
-    } else {
 #pragma unroll
-        for (int b = 0; b < GROUPS; b += 2) {
-            const uint4 f = ((const uint4 *)from)[b / 2 * block_step];
-            out[b][0] = f.x;
-            out[b][1] = f.y;
-            out[b + 1][0] = f.z;
-            out[b + 1][1] = f.w;
+    for (int b = 0; b < GROUPS; b += 2)
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const uint4 f = from[b / 2 * block_step + u * X3_WARP];
+            out[u][b][0] = f.x;
+            out[u][b][1] = f.y;
+            out[u][b + 1][0] = f.z;
+            out[u][b + 1][1] = f.w;
         }
-    }
 }
 
 /* ---- sums ---------------------------------------------------------------------------------------------------------- */
@@ -178,10 +225,10 @@ static __device__ __forceinline__ void inputs_load(const void *from, size_t bloc
 /* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
 template <int GROUPS, int TILES, int WARPS>
 static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float *sums, float *partial, int n_rows, int chain,
-                                                  int part, int pass, int lane)
+                                                  int beside_column, int pass, int lane)
 {
     constexpr int beside = WARPS / N_CHAINS, cols = beside * TILES * X3_TILE, ld = cols + LINEAR_SUMS_PAD;
-    const int row = 2 * (lane & 3), column = part % beside * TILES * X3_TILE + (lane >> 2);
+    const int row = 2 * (lane & 3), column = beside_column % beside * TILES * X3_TILE + (lane >> 2);
 
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
@@ -208,13 +255,21 @@ static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float 
     }
 }
 
+/* Brings the scales of a block's first and last stripe near: what finishes a stripe needs them at once. */
+static __device__ __forceinline__ void prefetch_scales(const linear_args &a, segment s, int last, int lane)
+{
+    const int stripe = lane < 16 ? s.stripe : (last - 1) / a.n_pairs_in;
+    const linear_part &part = a.parts[part_of(a, stripe)];
+
+    if (threadIdx.x < X3_WARP && lane % 16 < 2)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(part.svh + (size_t)(stripe - part.first_stripe) * STRIPE_COLS + lane % 16 * 64));
+}
+
 /* y of one stripe from the partial sums of its n_slots segments. A warp a row. */
 static __device__ __forceinline__ void finish_stripe(const linear_args &a, const float *partial, int n_slots,
                                                      size_t slot_floats, int stripe, int first_row, int n_rows, int warp,
                                                      int n_warps, int lane)
 {
-    const size_t i = (size_t)stripe * STRIPE_COLS + 4 * lane;
-
     for (int row = warp; row < n_rows; row += n_warps) {
         const float4 *from = (const float4 *)(partial + row * STRIPE_COLS) + lane;
         float4 f = __ldcg(from);
@@ -223,12 +278,7 @@ static __device__ __forceinline__ void finish_stripe(const linear_args &a, const
             f = __ldcg(from + s * slot_floats / 4);
             v[0] += f.x, v[1] += f.y, v[2] += f.z, v[3] += f.w;
         }
-        hadamard_128(v, lane);
-        scale_4(v, a.svh, i);
-        if (a.bias != NULL)
-            for (int e = 0; e < 4; e++)
-                v[e] += i + e < (size_t)a.n_out ? a.bias[i + e] : 0.0f;
-        store_4(v, a.y, a.y_type, (size_t)(first_row + row) * a.ldy, i, (size_t)a.n_out, a.y_whole);
+        finish_row(a, stripe, first_row + row, v, lane);
     }
 }
 
@@ -238,8 +288,8 @@ static __device__ __forceinline__ bool last_to_arrive(const linear_args &a, int 
 {
     __shared__ int is_last;
 
-    *from = block_of(a, stripe * a.n_units_in);
-    *to = block_of(a, (stripe + 1) * a.n_units_in - 1);
+    *from = block_of(a, stripe * a.n_pairs_in);
+    *to = block_of(a, (stripe + 1) * a.n_pairs_in - 1);
     __syncthreads();
     if (threadIdx.x == 0) { /* acquire and release: for all writes of the block before, all its reads after the barriers */
         int arrived;
@@ -254,19 +304,21 @@ static __device__ __forceinline__ bool last_to_arrive(const linear_args &a, int 
 
 /* ---- the kernel ---------------------------------------------------------------------------------------------------- */
 
-/* acc += inputs of one unit times its tiles. */
+/* acc += the inputs of a pair times its tiles. */
 template <int CODEBOOK, int GROUPS, int TILES>
-static __device__ __forceinline__ void multiply_unit(float (*acc)[TILES][4], const uint32_t (*in)[2], const uint32_t *tiles,
-                                                     lane_bits bits, ones o)
+static __device__ __forceinline__ void multiply(float (*acc)[TILES][4], const uint32_t in[2][GROUPS][2], const uint32_t *tiles,
+                                                lane_bits bits, ones o)
 {
+    uint32_t w[TILES][2][4];
+
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-        uint32_t w[4];
-        decode_tile<X3_K, CODEBOOK>(tiles + t * TILE_WORDS, bits, o, w);
+    for (int u = 0; u < 2; u++)
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-            mma_f16(acc[g][t], w, in[g]);
-    }
+        for (int t = 0; t < TILES; t++)
+            decode_tile<X3_K, CODEBOOK>(tiles + (u * TILES + t) * TILE_WORDS, bits, o, w[t][u]);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+        multiply_pair<TILES>(acc[g], w, in[0][g], in[1][g]);
 }
 
 /* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
@@ -275,18 +327,17 @@ template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
 static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
 {
     constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS, passes = STRIPE_TILES / TILES * N_CHAINS / WARPS;
-    constexpr int tail_unroll = FOLDED ? 1 : STAGE_UNITS;
+    constexpr int pair_unroll = FOLDED ? STAGE_PAIRS : 1;
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
-    const int first = first_unit(a, blockIdx.x), last = first_unit(a, blockIdx.x + 1);
-    const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8);
-    const size_t chain_step = (size_t)N_CHAINS * a.n_stripes * STRIPE_TILES * TILE_WORDS;
-    const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_units_in * X3_WARP;
+    const int first = first_pair(a, blockIdx.x), last = first_pair(a, blockIdx.x + 1);
+    const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8), places = linear_row_places(a);
+    const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_pairs_in * 2 * X3_WARP;
     lane_bits bits = lane_bits_of<X3_K>(lane);
     ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
     uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
     float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
-    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD)); /* folded alone */
+    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * min(n_rows, 8) * (WARPS / N_CHAINS * TILES * X3_TILE + LINEAR_SUMS_PAD)); /* folded alone */
 
     bits.word = (int)opaque((uint32_t)bits.word);
     bits.before = (int)opaque((uint32_t)bits.before);
@@ -296,31 +347,35 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     o.b[1] = opaque(o.b[1]);
     release_next_kernel();
     feed f = {};
-    segment s = segment_first(first, last, a.n_units_in);
+    segment s = segment_first(first, last, a.n_pairs_in);
     f.s = s;
-    f.part = warp / N_CHAINS;
+    f.columns = warp / N_CHAINS;
     feed_point<TILES>(&f, a, chain, lane);
     feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
     for (int i = 0; i < a.n_stages - 1; i++)
-        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, chain_step, last, chain, lane);
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, last, chain, lane);
+    rotation r;
+    if (FOLDED) {
+        const int2 blocks = blocks_of(a, s);
+        load_rotation(&r, a, part_of(a, s.stripe), min(blocks.x + warp, blocks.y - 1), blocks.y, WARPS, lane);
+        prefetch_scales(a, s, last, lane);
+    }
     wait_for_previous_kernel();
     if (FOLDED)
-        rotate_for_block(a, inputs, s, last, warp, WARPS, lane);
+        rotate_for_block(a, inputs, r, s, last, warp, WARPS, lane);
 
     int now = 0;
-    for (;; s = segment_next(s, last, a.n_units_in)) {
+    for (;; s = segment_next(s, last, a.n_pairs_in)) {
         float *partial = a.partial + (blockIdx.x + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS;
+        const int pair = s.begin + chain - s.stripe * a.n_pairs_in, part = part_of(a, s.stripe);
         for (int pass = 0; pass < passes; pass++) {
+            const bool has_row = lane >> 2 < a.n_rows;
             float acc[GROUPS][TILES][4] = {};
-            uint32_t in[GROUPS][2];
-            const bool has_row = !FOLDED || lane >> 2 < a.n_rows;
-            const int in_step = !has_row ? 0 : FOLDED ? N_CHAINS * a.n_rows * 32 : N_CHAINS * X3_WARP * 16;
-            const char *from = !FOLDED ? (const char *)(a.fragments + (size_t)blockIdx.y * (GROUPS / 2) * block_step +
-                                                        (s.begin + chain - s.stripe * a.n_units_in) * X3_WARP + lane)
-                               : has_row ? (const char *)(inputs + 4 + ((s.begin + chain - first) * a.n_rows + (lane >> 2)) * 8 +
-                                                          2 * (lane & 3))
-                                         : (const char *)inputs;
-            for (int n_left = chain_units(s, chain); n_left > 0; n_left -= STAGE_UNITS) {
+            const uint32_t *folded = inputs + 2 * (lane & 3) +
+                                     (has_row ? (1 + (s.begin + chain - first) * a.n_rows + (lane >> 2)) * LINEAR_PAIR_WORDS : 0);
+            const int folded_step = has_row ? N_CHAINS * a.n_rows * LINEAR_PAIR_WORDS : 0;
+            const uint4 *operands = a.fragments + (part * (places / 16) + blockIdx.y * (GROUPS / 2)) * block_step + pair * 2 * X3_WARP + lane;
+            for (int n_left = chain_pairs(s, chain); n_left > 0; n_left -= STAGE_PAIRS) {
                 if (a.n_stages == 4)
                     copy_async_wait<2>();
                 else if (a.n_stages == 3)
@@ -329,24 +384,26 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
                     copy_async_wait<0>();
                 __syncwarp();
                 const uint32_t *stage = ring + now * stage_words;
-                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, chain_step, last,
-                                         chain, lane);
-                if (FOLDED && n_left >= STAGE_UNITS) { /* no branch between units: the compiler interleaves them */
+                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, last, chain, lane);
+#pragma unroll(pair_unroll)
+                for (int p = 0; p < STAGE_PAIRS; p++) {
+                    if (p >= n_left)
+                        break;
+                    const uint32_t *tiles = stage + p * 2 * TILES * TILE_WORDS;
+                    uint32_t in[2][GROUPS][2];
+                    if constexpr (FOLDED) {
 #pragma unroll
-                    for (int u = 0; u < STAGE_UNITS; u++) {
-                        inputs_load<GROUPS, FOLDED>(from + u * in_step, block_step, in);
-                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
+                        for (int u = 0; u < 2; u++) {
+                            const uint2 h = *(const uint2 *)(folded + 8 * u);
+                            in[u][0][0] = h.x;
+                            in[u][0][1] = h.y;
+                        }
+                        folded += folded_step;
+                    } else {
+                        operands_load<GROUPS>(operands, block_step, in);
+                        operands += 2 * N_CHAINS * X3_WARP;
                     }
-                    from += STAGE_UNITS * in_step;
-                } else {
-#pragma unroll(tail_unroll)
-                    for (int u = 0; u < STAGE_UNITS; u++) {
-                        if (u >= n_left)
-                            break;
-                        inputs_load<GROUPS, FOLDED>(from, block_step, in);
-                        from += in_step;
-                        multiply_unit<CODEBOOK, GROUPS, TILES>(acc, in, stage + u * TILES * TILE_WORDS, bits, o);
-                    }
+                    multiply<CODEBOOK, GROUPS, TILES>(acc, in, tiles, bits, o);
                 }
                 now = now + 1 == a.n_stages ? 0 : now + 1;
             }

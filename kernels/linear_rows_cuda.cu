@@ -1,4 +1,4 @@
-/* The EXL3 linear for many rows with the bits of x3_cuda_linear: the same tensor-core products, added in the order that
+/* The EXL3 linear for many rows with the bits of x3_cuda_linear: the same products of pairs, added in the order that
  * linear_cuda.cuh states. Codes and rotated rows are written out as operands first; then it is an ordinary product whose
  * depth goes segment by segment and chain by chain, with a sum for each level.
  *
@@ -9,49 +9,50 @@
 #define THREADS (WARPS * X3_WARP)
 #define BLOCK_ROWS 128
 #define ROW_GROUPS (BLOCK_ROWS / 16) /* of 16 rows */
-#define STAGE_UNITS 4
+#define STAGE_PAIRS 2
 #define STAGES 4
 #define UNIT_QUADS ((STRIPE_TILES + ROW_GROUPS) * X3_WARP) /* uint4 of a unit in a stage: weights, then rows */
+#define PAIR_QUADS (2 * UNIT_QUADS)
 #define SUMS_LD (STRIPE_COLS + 4)
 
-/* A place in the order of units of a stripe: segment, chain, unit of the chain. Units are counted from the stripe's first. */
+/* A place in the order of pairs of a stripe: segment, chain, pair of the chain. Pairs are counted from the stripe's first. */
 typedef struct place {
-    int unit, chain;
+    int pair, chain;
     int begin, end; /* of the segment */
     int block;      /* of x3_cuda_linear whose segment this is */
 } place;
 
-static __device__ __forceinline__ int first_unit(const linear_args &a, int b)
+static __device__ __forceinline__ int first_pair(const linear_args &a, int b)
 {
-    return b * a.n_units_each + min(b, a.n_units_more);
+    return b * a.n_pairs_each + min(b, a.n_pairs_more);
 }
 
-static __device__ __forceinline__ int block_of(const linear_args &a, int unit)
+static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
 {
-    const int large = a.n_units_more * (a.n_units_each + 1);
+    const int large = a.n_pairs_more * (a.n_pairs_each + 1);
 
-    return unit < large ? unit / (a.n_units_each + 1) : a.n_units_more + (unit - large) / a.n_units_each;
+    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
 }
 
 static __device__ __forceinline__ void enter_segment(place *p, const linear_args &a, int base)
 {
-    p->begin = max(0, first_unit(a, p->block) - base);
-    p->end = min(a.n_units_in, first_unit(a, p->block + 1) - base);
+    p->begin = max(0, first_pair(a, p->block) - base);
+    p->end = min(a.n_pairs_in, first_pair(a, p->block + 1) - base);
     p->chain = 0;
-    p->unit = p->begin;
+    p->pair = p->begin;
 }
 
-/* What ends with the unit just passed. */
+/* What ends with the pair just passed. */
 typedef enum ended { ENDED_NOTHING, ENDED_CHAIN, ENDED_SEGMENT } ended;
 
 static __device__ __forceinline__ ended go_on(place *p, const linear_args &a, int base)
 {
-    p->unit += N_CHAINS;
-    if (p->unit < p->end)
+    p->pair += N_CHAINS;
+    if (p->pair < p->end)
         return ENDED_NOTHING;
     p->chain++;
-    p->unit = p->begin + p->chain;
-    if (p->chain < N_CHAINS && p->unit < p->end)
+    p->pair = p->begin + p->chain;
+    if (p->chain < N_CHAINS && p->pair < p->end)
         return ENDED_CHAIN;
     p->block++;
     enter_segment(p, a, base);
@@ -59,23 +60,28 @@ static __device__ __forceinline__ ended go_on(place *p, const linear_args &a, in
 }
 
 typedef struct operands {
-    const uint4 *weights, *rows; /* [stripe][unit][tile][lane], [row / 16][unit][lane] */
+    const uint4 *weights, *rows; /* [stripe][unit][tile][lane], [row / 16][unit][lane]; of this block's stripe and part */
+    int last_group; /* of rows */
 } operands;
 
-/* Starts copying the next STAGE_UNITS units. */
+/* Starts copying the next STAGE_PAIRS pairs. */
 static __device__ __forceinline__ void fetch(uint4 *stage, const operands &from, place *p, const linear_args &a, int base, int n_left,
-                                             int first_group, int last_group)
+                                             int first_row)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 
     if (n_left <= 0)
         return;
 #pragma unroll
-    for (int u = 0; u < STAGE_UNITS; u++, stage += UNIT_QUADS) {
-        copy_async_16(stage + warp * X3_WARP + lane,
-                      from.weights + ((size_t)(base + p->unit) * STRIPE_TILES + warp) * X3_WARP + lane);
-        copy_async_16(stage + (STRIPE_TILES + warp) * X3_WARP + lane,
-                      from.rows + ((size_t)min(first_group + warp, last_group) * a.n_units_in + p->unit) * X3_WARP + lane);
+    for (int i = 0; i < STAGE_PAIRS; i++, stage += PAIR_QUADS) {
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const int unit = 2 * p->pair + u;
+            copy_async_16(stage + u * UNIT_QUADS + warp * X3_WARP + lane,
+                          from.weights + ((size_t)unit * STRIPE_TILES + warp) * X3_WARP + lane);
+            copy_async_16(stage + u * UNIT_QUADS + (STRIPE_TILES + warp) * X3_WARP + lane,
+                          from.rows + ((size_t)min(first_row / 16 + warp, from.last_group) * 2 * a.n_pairs_in + unit) * X3_WARP + lane);
+        }
         go_on(p, a, base);
     }
 }
@@ -97,17 +103,26 @@ static __device__ __forceinline__ void load(unit_operands *o, const uint4 *unit,
         o->r[g] = rows[g * X3_WARP];
 }
 
-static __device__ __forceinline__ void multiply(float acc[8][2][4], const unit_operands &o)
+/* acc += a pair. */
+static __device__ __forceinline__ void multiply(float acc[8][2][4], const unit_operands o[2])
 {
-    const uint32_t a0[4] = {o.w[0].x, o.w[0].y, o.w[0].z, o.w[0].w}, a1[4] = {o.w[1].x, o.w[1].y, o.w[1].z, o.w[1].w};
+    uint32_t w[2][2][4];
 
 #pragma unroll
-    for (int g = 0; g < 4; g++) {
-        const uint32_t low[2] = {o.r[g].x, o.r[g].y}, high[2] = {o.r[g].z, o.r[g].w};
-        mma_f16(acc[2 * g][0], a0, low);
-        mma_f16(acc[2 * g][1], a1, low);
-        mma_f16(acc[2 * g + 1][0], a0, high);
-        mma_f16(acc[2 * g + 1][1], a1, high);
+    for (int t = 0; t < 2; t++)
+#pragma unroll
+        for (int u = 0; u < 2; u++)
+            w[t][u][0] = o[u].w[t].x, w[t][u][1] = o[u].w[t].y, w[t][u][2] = o[u].w[t].z, w[t][u][3] = o[u].w[t].w;
+#pragma unroll
+    for (int g = 0; g < 8; g++) {
+        uint32_t b[2][2];
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            const uint4 r = o[u].r[g / 2];
+            b[u][0] = g % 2 == 0 ? r.x : r.z;
+            b[u][1] = g % 2 == 0 ? r.y : r.w;
+        }
+        multiply_pair<2>(acc[g], w, b[0], b[1]);
     }
 }
 
@@ -143,17 +158,10 @@ static __device__ __forceinline__ void add_segment(float *sums, const float from
 
 static __device__ __forceinline__ void finish(const linear_args &a, const float *sums, int stripe, int first_row, int warp, int lane)
 {
-    const size_t i = (size_t)stripe * STRIPE_COLS + 4 * lane;
-
     for (int row = warp; row < min(BLOCK_ROWS, a.n_rows - first_row); row += WARPS) {
         const float4 f = *(const float4 *)(sums + row * SUMS_LD + 4 * lane);
         float v[4] = {f.x, f.y, f.z, f.w};
-        hadamard_128(v, lane);
-        scale_4(v, a.svh, i);
-        if (a.bias != NULL)
-            for (int e = 0; e < 4; e++)
-                v[e] += i + e < (size_t)a.n_out ? a.bias[i + e] : 0.0f;
-        store_4(v, a.y, a.y_type, (size_t)(first_row + row) * a.ldy, i, (size_t)a.n_out, a.y_whole);
+        finish_row(a, stripe, first_row + row, v, lane);
     }
 }
 
@@ -161,11 +169,12 @@ static __device__ __forceinline__ void finish(const linear_args &a, const float 
 static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_constant__ linear_args a, const uint4 *weights)
 {
     extern __shared__ __align__(16) uint4 stages[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stripe = blockIdx.y, base = stripe * a.n_units_in;
-    const int first_group = blockIdx.x * ROW_GROUPS, last_group = (a.n_rows - 1) / 16;
-    const operands from = {weights, a.fragments};
-    const int n_stages = a.n_units_in / STAGE_UNITS;
-    float *sums = (float *)(stages + STAGES * STAGE_UNITS * UNIT_QUADS);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stripe = blockIdx.y, base = stripe * a.n_pairs_in;
+    const int first_row = blockIdx.x * BLOCK_ROWS, places = linear_row_places(a), part = part_of(a, stripe);
+    const operands from = {weights + (size_t)base * 2 * STRIPE_TILES * X3_WARP,
+                           a.fragments + (size_t)part * (places / 16) * 2 * a.n_pairs_in * X3_WARP, places / 16 - 1};
+    const int n_stages = a.n_pairs_in / STAGE_PAIRS;
+    float *sums = (float *)(stages + STAGES * STAGE_PAIRS * PAIR_QUADS);
     float acc[8][2][4] = {}, chains[8][2][4];
     bool first_chain = true, first_segment = true;
     place ahead, now;
@@ -175,24 +184,23 @@ static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_cons
     enter_segment(&ahead, a, base);
     now = ahead;
     for (int i = 0; i < STAGES - 1; i++) {
-        fetch(stages + i * STAGE_UNITS * UNIT_QUADS, from, &ahead, a, base, a.n_units_in - i * STAGE_UNITS, first_group, last_group);
+        fetch(stages + i * STAGE_PAIRS * PAIR_QUADS, from, &ahead, a, base, a.n_pairs_in - i * STAGE_PAIRS, first_row);
         copy_async_commit();
     }
     for (int i = 0; i < n_stages; i++) {
-        const uint4 *stage = stages + i % STAGES * STAGE_UNITS * UNIT_QUADS;
+        const uint4 *stage = stages + i % STAGES * STAGE_PAIRS * PAIR_QUADS;
         copy_async_wait<STAGES - 2>();
         __syncthreads(); /* everyone's copies are here, and the stage that is filled next is read */
-        fetch(stages + (i + STAGES - 1) % STAGES * STAGE_UNITS * UNIT_QUADS, from, &ahead, a, base,
-              a.n_units_in - (i + STAGES - 1) * STAGE_UNITS, first_group, last_group);
+        fetch(stages + (i + STAGES - 1) % STAGES * STAGE_PAIRS * PAIR_QUADS, from, &ahead, a, base,
+                        a.n_pairs_in - (i + STAGES - 1) * STAGE_PAIRS, first_row);
         copy_async_commit();
-        /* units come in multiples of 8: all of a stage is there */
-        unit_operands o[2];
-        load(&o[0], stage, warp, lane);
+        /* pairs come in multiples of 4: all of a stage is there */
 #pragma unroll
-        for (int u = 0; u < STAGE_UNITS; u++) {
-            if (u + 1 < STAGE_UNITS)
-                load(&o[(u + 1) % 2], stage + (u + 1) * UNIT_QUADS, warp, lane);
-            multiply(acc, o[u % 2]);
+        for (int p = 0; p < STAGE_PAIRS; p++, stage += PAIR_QUADS) {
+            unit_operands o[2];
+            load(&o[0], stage, warp, lane);
+            load(&o[1], stage + UNIT_QUADS, warp, lane);
+            multiply(acc, o);
             const ended e = go_on(&now, a, base);
             if (e == ENDED_NOTHING)
                 continue;
@@ -205,57 +213,71 @@ static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_cons
         }
     }
     __syncthreads();
-    finish(a, sums, stripe, (int)blockIdx.x * BLOCK_ROWS, warp, lane);
+    finish(a, sums, stripe, first_row, warp, lane);
 }
 
 /* ---- host ------------------------------------------------------------------------------------------------------------------ */
 
-static size_t weight_bytes(const x3_cuda_group *g)
+static size_t weight_bytes(const x3_cuda_group *g, size_t n_groups)
 {
-    return g->n_in_padded * g->n_out_padded * 2;
+    size_t n = 0;
+
+    for (size_t i = 0; i < n_groups; i++)
+        n += g[i].n_in_padded * g[i].n_out_padded * 2;
+    return n;
 }
 
-size_t x3_cuda_linear_rows_bytes(const x3_cuda_group *g, size_t n_rows)
+size_t x3_cuda_linear_rows_bytes(const x3_cuda_group *g, size_t n_groups, size_t n_rows)
 {
-    return weight_bytes(g) + x3_round_up(n_rows, 16) * g->n_in_padded * 2;
+    return weight_bytes(g, n_groups) + x3_linear_fragment_bytes(g, n_groups, n_rows, HOPPER_GROUPS);
 }
 
-static const void *fragments_kernel(int K, x3_codebook codebook)
+static const void *fragments_kernel(int K, x3_codebook codebook, fragments_form form)
 {
-    static void (*const fill[])(const void *out[N_DECODERS]) = {
+    static void (*const fill[])(const void *out[N_DECODERS][N_FRAGMENTS]) = {
         x3_fragment_kernels_k1, x3_fragment_kernels_k2, x3_fragment_kernels_k3, x3_fragment_kernels_k4,
         x3_fragment_kernels_k5, x3_fragment_kernels_k6, x3_fragment_kernels_k7, x3_fragment_kernels_k8,
     };
-    const void *kernels[N_DECODERS];
+    const void *kernels[N_DECODERS][N_FRAGMENTS];
 
     fill[K - 1](kernels);
-    return kernels[decoder_of(codebook)];
+    return kernels[decoder_of(codebook)][form];
 }
 
-#define SHARED_BYTES (STAGES * STAGE_UNITS * UNIT_QUADS * sizeof(uint4) + BLOCK_ROWS * SUMS_LD * sizeof(float))
+#define SHARED_BYTES (STAGES * STAGE_PAIRS * PAIR_QUADS * sizeof(uint4) + BLOCK_ROWS * SUMS_LD * sizeof(float))
 
 bool x3_cuda_linear_rows_fits(const x3_cuda_info *info)
 {
     return SHARED_BYTES <= info->shared_bytes;
 }
 
-x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, void *d_scratch,
+x3_status x3_cuda_linear_rows(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, size_t n_groups, void *d_scratch,
                               x3_cuda_stream stream, x3_err *err)
 {
-    uint4 *weights = (uint4 *)d_scratch;
-    const uint32_t *words = g->d_words;
+    const fragments_form form = x3_linear_hopper_fits(info) ? FRAGMENTS_HOPPER : FRAGMENTS_MMA;
+    uint4 *weights = (uint4 *)d_scratch, *part_weights = weights;
     linear_args a;
 
-    RETURN_IF_FAILED(x3_linear_check(g, err));
+    RETURN_IF_FAILED(x3_linear_check(g, n_groups, err));
     if (rows->n_rows == 0 || rows->n_rows > INT32_MAX / 2)
         return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows", rows->n_rows);
-    x3_linear_fill_args(&a, g, rows);
+    x3_linear_fill_args(&a, g, rows, n_groups);
     x3_linear_cut(info, &a);
-    a.fragments = (uint4 *)((char *)d_scratch + weight_bytes(g));
+    a.n_together = form == FRAGMENTS_HOPPER ? HOPPER_GROUPS : 1;
+    a.fragments = (uint4 *)((char *)d_scratch + weight_bytes(g, n_groups));
     RETURN_IF_FAILED(x3_linear_rotate(info, &a, true, stream, err));
-    void *fragment_args[] = {&words, &weights, &a.n_units_in, &a.n_stripes, &a.multiplier, &a.addend};
-    RETURN_IF_FAILED(x3_cuda_launch(info, fragments_kernel(g->K, g->codebook), dim3((unsigned)(a.n_units_in + 7) / 8, (unsigned)a.n_stripes),
-                                    8 * X3_WARP, 0, true, stream, fragment_args, "linear, operands", err));
+    for (size_t i = 0; i < n_groups; i++) {
+        const linear_part *p = &a.parts[i];
+        int n_units = 2 * a.n_pairs_in, n_stripes = p->n_stripes;
+        const uint32_t *words = p->words;
+        void *args[] = {&words, &part_weights, &n_units, &n_stripes, &a.multiplier, &a.addend};
+        RETURN_IF_FAILED(x3_cuda_launch(info, fragments_kernel(g->K, g->codebook, form), dim3((unsigned)(n_units + 7) / 8, (unsigned)n_stripes),
+                                        8 * X3_WARP, 0, true, stream, args, "linear, operands", err));
+        part_weights += (size_t)n_stripes * (size_t)n_units * STRIPE_TILES * X3_WARP;
+    }
+    const int n_row_blocks = (a.n_rows + HOPPER_GROUPS * 16 - 1) / (HOPPER_GROUPS * 16);
+    if (form == FRAGMENTS_HOPPER) /* a cluster that is not full takes as long as one that is */
+        return x3_linear_hopper(info, &a, weights, n_row_blocks % 2 == 0 || n_row_blocks > 6 ? 2 : 1, stream, err);
     void *args[] = {&a, &weights};
     return x3_cuda_launch(info, (const void *)many_rows, dim3((unsigned)((rows->n_rows + BLOCK_ROWS - 1) / BLOCK_ROWS), (unsigned)a.n_stripes),
                           THREADS, SHARED_BYTES, true, stream, args, "linear, many rows", err);

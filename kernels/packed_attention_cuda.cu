@@ -1,45 +1,12 @@
-/* Causal attention over packed caches (kv_types.h) on tensor cores.
- *
- * Numbers of the cache are exact in BF16 (INT8: the integers, whose scales join after the product). Queries and weights of
- * positions are split into two BF16 numbers, 16 bits together; sums are float32.
- *
- * A row's answer: for each page in order, scores, their maximum m and sum l of weights, and o, the weights times values
- * from nothing; then (M, L, O) := the same after the page (merge). Every form here does these operations in this order, and a
- * page that a row does not see changes nothing: so a row's bits depend neither on its neighbours nor on the form.
- *
- * Operands without shuffles: the products sum over any order of dimensions and of positions, so a lane takes 8 neighbours at
- * a time, as they lie in memory, and columns of scores are numbered (position_of) so that it has the weights of the
- * positions whose values it loads. */
-#include <cuda_bf16.h>
+/* Causal attention over packed caches with mma.sync: packed_attention_cuda.cuh says what is computed. */
 
-#include "kernels/cuda_common.cuh"
-#include "kernels/cuda_ops.h"
+#include "kernels/packed_attention_cuda.cuh"
 
-#define PAGE X3_KV_PAGE
-#define V_PART 128       /* dimensions of values a block takes */
-#define V_GROUPS (V_PART / 8)
-#define ROWS 16          /* of a warp */
+#define ROWS 16 /* of a warp */
 #define WARPS 8
 #define THREADS (WARPS * X3_WARP)
-#define NONE (-CUDART_INF_F)
 
 /* ---- operands -------------------------------------------------------------------------------------------------------- */
-
-typedef struct attend_args {
-    const float *q;
-    float *out;
-    size_t ldq, ldo;
-    x3_cuda_kv kv;
-    x3_cuda_batch batch;
-    float scale;
-    const float *sinks;
-    int n_repeat, window; /* window 0: none */
-    int n_parts;          /* of V_PART dimensions of values */
-    int n_groups;         /* of ROWS query heads that share a KV head: decoding */
-    int n_pages;          /* of a sequence at most, as the grid has it: decoding in pieces */
-    int n_stages;         /* pages in shared memory: many rows */
-    float *partial;       /* [sequence][page][head][v_dim + 2] */
-} attend_args;
 
 /* As mma_f16 for BF16. */
 static __device__ __forceinline__ void mma_bf16(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
@@ -48,34 +15,6 @@ static __device__ __forceinline__ void mma_bf16(float c[4], const uint32_t a[4],
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-static __device__ __forceinline__ uint32_t bf16_pair(float low, float high)
-{
-    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-
-    return *(const uint32_t *)&v;
-}
-
-/* Two numbers as the high and the low halves of each. */
-static __device__ __forceinline__ void split_pair(float x, float y, uint32_t *high, uint32_t *low)
-{
-    const uint32_t h = bf16_pair(x, y);
-
-    *high = h;
-    *low = bf16_pair(x - __uint_as_float(h << 16), y - __uint_as_float(h & 0xFFFF0000u));
-}
-
-/* Column n of group j of scores is this position of the page. */
-static __device__ __forceinline__ int position_of(int j, int n)
-{
-    return 32 * (j >> 2) + 8 * (n >> 1) + 2 * (j & 3) + (n & 1);
-}
-
-/* Rows of numbers in memory: their distance in bytes, and where the scales are. */
-typedef struct rows_of {
-    const char *numbers, *scales;
-    int stride;
-} rows_of;
 
 static __device__ __forceinline__ void int8_words(uint2 v, uint32_t out[4])
 {
@@ -163,12 +102,6 @@ static __device__ __forceinline__ void store_queries(uint4 *to, const float *row
 
 /* ---- a page ---------------------------------------------------------------------------------------------------------- */
 
-/* What a page gives rows g and g + 8 of a warp. */
-typedef struct page_sums {
-    float m[2], l[2];
-    uint32_t p_high[4][4], p_low[4][4]; /* weights as operands, 16 positions each */
-} page_sums;
-
 /* Scores and weights. A row sees positions from[i] .. to[i] of the page. */
 template <int TYPE>
 static __device__ __forceinline__ void page_weights(const uint4 *queries, const rows_of &keys, const char *value_scales, int k_dim,
@@ -203,47 +136,7 @@ static __device__ __forceinline__ void page_weights(const uint4 *queries, const 
         for (int j = 0; j < 8; j++)
             mma_bf16(s[j], low1, w[j][2], w[j][3]);
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        out->m[i] = NONE;
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int at = position_of(j, 2 * q + e);
-                float v = s[j][2 * i + e];
-                if (TYPE == X3_KV_INT8)
-                    v *= ((const float *)keys.scales)[at];
-                v = at < from[i] || at > to[i] ? NONE : v * scale;
-                s[j][2 * i + e] = v;
-                out->m[i] = fmaxf(out->m[i], v);
-            }
-        out->m[i] = fmaxf(out->m[i], __shfl_xor_sync(X3_ALL_LANES, out->m[i], 1));
-        out->m[i] = fmaxf(out->m[i], __shfl_xor_sync(X3_ALL_LANES, out->m[i], 2));
-        out->l[i] = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float v = s[j][2 * i + e];
-                float p = v == NONE ? 0.0f : expf(v - out->m[i]);
-                out->l[i] += p;
-                if (TYPE == X3_KV_INT8) {
-                    const int at = position_of(j, 2 * q + e);
-                    p = p == 0 ? 0.0f : p * ((const float *)value_scales)[at];
-                }
-                s[j][2 * i + e] = p;
-            }
-        out->l[i] += __shfl_xor_sync(X3_ALL_LANES, out->l[i], 1);
-        out->l[i] += __shfl_xor_sync(X3_ALL_LANES, out->l[i], 2);
-    }
-#pragma unroll
-    for (int t = 0; t < 4; t++) { /* 16 positions: groups 2 t and 2 t + 1 */
-        split_pair(s[2 * t][0], s[2 * t][1], &out->p_high[t][0], &out->p_low[t][0]);
-        split_pair(s[2 * t][2], s[2 * t][3], &out->p_high[t][1], &out->p_low[t][1]);
-        split_pair(s[2 * t + 1][0], s[2 * t + 1][1], &out->p_high[t][2], &out->p_low[t][2]);
-        split_pair(s[2 * t + 1][2], s[2 * t + 1][3], &out->p_high[t][3], &out->p_low[t][3]);
-    }
+    weigh<TYPE>(s, keys.scales, value_scales, scale, from, to, out, lane);
 }
 
 #define TOGETHER 4 /* groups of dimensions whose sums are made side by side */
@@ -275,17 +168,6 @@ static __device__ __forceinline__ void page_values(const page_sums *p, const row
         for (int i = 0; i < TOGETHER; i++)
             mma_bf16(o[i], p->p_low[2 * sb + 1], w[i][2], w[i][3]);
     }
-}
-
-/* M and L after a page of m and l; what O and o are multiplied with. */
-static __device__ __forceinline__ void merge(float *M, float *L, float m, float l, float *of_before, float *of_page)
-{
-    const float most = fmaxf(*M, m);
-
-    *of_before = *M == most ? 1.0f : expf(*M - most); /* also when both are -infinity: nothing seen yet */
-    *of_page = m == most ? 1.0f : expf(m - most);
-    *L = *L * *of_before + l * *of_page;
-    *M = most;
 }
 
 /* ---- many rows of a sequence ------------------------------------------------------------------------------------------- */
@@ -331,22 +213,6 @@ static __device__ __forceinline__ void copy_rows(char *to, int stride, const cha
 
     for (int i = threadIdx.x; i < n_rows * pieces; i += blockDim.x)
         copy_async_16(to + i / pieces * stride + i % pieces * 16, from + i * 16);
-}
-
-/* Places of one page's keys and values of a KV head in memory, the block's part of the dimensions. */
-static __device__ __forceinline__ void page_places(const attend_args &a, size_t page, int kv_head, int part, rows_of *keys, rows_of *values)
-{
-    const size_t block = page * a.kv.n_kv_heads + kv_head;
-    const x3_kv_type type = a.kv.type;
-    const char *k = (const char *)a.kv.d_packed_keys + block * x3_kv_block_bytes(type, a.kv.k_dim);
-    const char *v = (const char *)a.kv.d_packed_values + block * x3_kv_block_bytes(type, a.kv.v_dim);
-
-    keys->numbers = k;
-    keys->scales = k + x3_kv_number_bytes(type, a.kv.k_dim);
-    keys->stride = (int)(x3_kv_number_bytes(type, a.kv.k_dim) / PAGE);
-    values->numbers = v + x3_kv_number_bytes(type, (size_t)part * V_PART);
-    values->scales = v + x3_kv_number_bytes(type, a.kv.v_dim) + (type == X3_KV_INT4 ? part * (V_PART / X3_KV_GROUP) * PAGE * 2 : 0);
-    values->stride = PAGE * (type == X3_KV_BF16 ? 2 : 1);
 }
 
 static __device__ __forceinline__ void stage_page(const attend_args &a, const staged &g, char *to, size_t page, int kv_head, int part)
@@ -637,7 +503,8 @@ template <int TYPE> static x3_status launch(const x3_cuda_info *info, attend_arg
     void *args[] = {a};
 
     if (a->batch.longest > 1)
-        return launch_rows<TYPE>(info, a, stream, err);
+        return TYPE == X3_KV_BF16 && x3_attend_hopper_fits(info, a) ? x3_attend_hopper(info, a, stream, err)
+                                                                   : launch_rows<TYPE>(info, a, stream, err);
     const int n_heads = a->n_repeat < ROWS ? a->n_repeat : ROWS;
     const size_t sums = (size_t)WARPS * (size_t)n_heads * (x3_min_size(V_PART, a->kv.v_dim) + 2) * sizeof(float);
     const unsigned heads = n_kv_heads * (unsigned)(a->n_parts * a->n_groups);

@@ -106,11 +106,7 @@ static __global__ void __launch_bounds__(FLAT_THREADS) rope(const x3_cuda_rope r
     if (row >= r.n_rows)
         return;
     const float *c = r.d_cos_sin + (size_t)r.d_positions[row] * r.n_rotated;
-    float *x = r.d_x + row * r.ld + r.first + head * r.head_stride;
-    float *p = r.interleaved ? x + 2 * i : x + i, *q = r.interleaved ? p + 1 : p + half;
-    const float u = *p, v = *q, cosine = c[i], sine = c[half + i];
-    *p = u * cosine - v * sine;
-    *q = v * cosine + u * sine;
+    rope_pair(r.d_x + row * r.ld + r.first + head * r.head_stride, c, i, half, r.interleaved);
 }
 
 x3_status x3_cuda_rotate(const x3_cuda_rope *r, x3_cuda_stream stream, x3_err *err)
@@ -131,7 +127,7 @@ static __global__ void __launch_bounds__(FLAT_THREADS) silu_mul(const float *gat
 
     begin_in_turn();
     if (i < n)
-        out[i] = gate[i] / (1.0f + exp_exact(0.0f - gate[i])) * up[i];
+        out[i] = silu_mul_exact(gate[i], up[i]);
 }
 
 x3_status x3_cuda_silu_mul(const float *d_gate, const float *d_up, size_t n, float *d_out, x3_cuda_stream stream, x3_err *err)
@@ -243,4 +239,64 @@ x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n,
     else
         dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __half *)d_w, n, d_ids, d_out);
     return x3_cuda_check(cudaGetLastError(), "rows of a weight", err);
+}
+
+/* ---- the largest of a row ------------------------------------------------------------------------------------------ */
+
+#define ARGMAX_THREADS 1024
+
+/* A number and where it stands; a NaN comes before all numbers. */
+typedef struct place_of {
+    float value;
+    int index;
+} place_of;
+
+static __device__ __forceinline__ place_of better(place_of a, place_of b)
+{
+    if (isnan(a.value) || isnan(b.value))
+        return isnan(a.value) ? a : b;
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+}
+
+static __device__ __forceinline__ place_of best_of_warp(place_of p)
+{
+#pragma unroll
+    for (int lanes = X3_WARP / 2; lanes > 0; lanes /= 2) {
+        const place_of other = {__shfl_xor_sync(X3_ALL_LANES, p.value, lanes), __shfl_xor_sync(X3_ALL_LANES, p.index, lanes)};
+        p = better(p, other);
+    }
+    return p;
+}
+
+static __global__ void __launch_bounds__(ARGMAX_THREADS) argmax(const float *x, size_t n, int32_t *ids)
+{
+    __shared__ place_of warps[ARGMAX_THREADS / X3_WARP];
+    const float *row = x + blockIdx.x * n;
+    place_of p = {-CUDART_INF_F, 0};
+
+    begin_in_turn();
+#pragma unroll 4
+    for (size_t i = threadIdx.x; i < n; i += ARGMAX_THREADS) {
+        const place_of other = {row[i], (int)i};
+        p = better(p, other);
+    }
+    p = best_of_warp(p);
+    if (threadIdx.x % X3_WARP == 0)
+        warps[threadIdx.x / X3_WARP] = p;
+    __syncthreads();
+    if (threadIdx.x < X3_WARP) {
+        p = best_of_warp(warps[threadIdx.x]);
+        if (threadIdx.x == 0)
+            ids[blockIdx.x] = isfinite(p.value) ? p.index : -1;
+    }
+}
+
+x3_status x3_cuda_argmax(const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_cuda_stream stream, x3_err *err)
+{
+    void *args[] = {&d_x, &n, &d_ids};
+
+    if (n == 0 || n > INT32_MAX)
+        return x3_fail(err, X3_ERR_INPUT, "the largest of %zu numbers", n);
+    return n_rows == 0 ? X3_OK : x3_cuda_launch_in_turn((const void *)argmax, dim3((unsigned)n_rows), ARGMAX_THREADS, 0, stream, args,
+                                                        "largest of a row", err);
 }

@@ -31,9 +31,9 @@ static x3_status norm_heads(x3_forward *f, float *d_x, size_t n_heads, size_t n_
                                  head_dim, err);
 }
 
-static x3_status rotate(x3_forward *f, const x3_gqa_desc *d, float *d_x, size_t n_heads, const x3_batch *batch, x3_err *err)
+static x3_rope_args rope_of(const x3_forward *f, const x3_gqa_desc *d, float *d_x, size_t n_heads)
 {
-    x3_rope_args rope = {
+    return (x3_rope_args){
         .d_x = d_x,
         .ld = n_heads * d->head_dim,
         .head_stride = d->head_dim,
@@ -41,8 +41,28 @@ static x3_status rotate(x3_forward *f, const x3_gqa_desc *d, float *d_x, size_t 
         .n_rotated = f->model->ropes[d->rope].n_rotated,
         .d_cos_sin = f->d_ropes[d->rope],
     };
+}
 
-    return f->dev->ops->rope(f->dev, &rope, batch, err);
+/* Rope of queries and keys, keys and values into the cache. */
+static x3_status append(x3_forward *f, const x3_gqa_desc *d, const x3_batch *batch, const x3_kv_layer *kv, float *d_q, float *d_k,
+                        const float *d_v, x3_err *err)
+{
+    const size_t k_dim = d->n_kv_heads * d->head_dim, v_dim = d->n_kv_heads * d->v_dim;
+    const x3_device_ops *ops = f->dev->ops;
+    x3_rope_args q, k;
+    x3_status rc;
+
+    if (d->rope < 0)
+        return ops->kv_append(f->dev, kv, batch, d_k, k_dim, d_v, v_dim, err);
+    q = rope_of(f, d, d_q, d->n_heads);
+    k = rope_of(f, d, d_k, d->n_kv_heads);
+    if (ops->rope_append != NULL)
+        return ops->rope_append(f->dev, &q, &k, kv, batch, d_v, v_dim, err);
+    X3_TRY(rc, out, ops->rope(f->dev, &q, batch, err));
+    X3_TRY(rc, out, ops->rope(f->dev, &k, batch, err));
+    rc = ops->kv_append(f->dev, kv, batch, d_k, k_dim, d_v, v_dim, err);
+out:
+    return rc;
 }
 
 struct parts {
@@ -56,16 +76,15 @@ static x3_status project(x3_forward *f, const x3_layer_weights *w, const float *
     const x3_device_ops *ops = f->dev->ops;
     const size_t q = d->n_heads * d->head_dim, k = d->n_kv_heads * d->head_dim, v = d->n_kv_heads * d->v_dim;
     const size_t columns = q_columns(d);
+    const int linears[] = {d->q, d->k, d->v};
+    float *const d_y[] = {p->d_joined != NULL ? p->d_joined : p->d_q, p->d_k, p->d_v};
     x3_status rc;
 
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->q, d_in, n, p->d_joined != NULL ? p->d_joined : p->d_q, err));
+    X3_TRY(rc, out, x3_forward_linears(f, w, linears, d->k < 0 ? 1 : 3, d_in, n, d_y, err));
     if (d->k < 0) {
         X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_q, q, p->d_joined, columns, n, q, err));
         X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_k, k, p->d_joined + q, columns, n, k, err));
         X3_TRY(rc, out, ops->copy_2d(f->dev, p->d_v, v, p->d_joined + q + k, columns, n, v, err));
-    } else {
-        X3_TRY(rc, out, x3_forward_linear(f, w, d->k, d_in, n, p->d_k, err));
-        X3_TRY(rc, out, x3_forward_linear(f, w, d->v, d_in, n, p->d_v, err));
     }
     if (d->gated) {
         const size_t h = d->head_dim;
@@ -100,11 +119,7 @@ x3_status x3_gqa_forward(x3_forward *f, const x3_layer_weights *w, const x3_batc
         X3_TRY(rc, out, norm_heads(f, p.d_q, d->n_heads, n, d->head_dim, w->vectors[d->q_norm], err));
     if (d->k_norm >= 0)
         X3_TRY(rc, out, norm_heads(f, p.d_k, d->n_kv_heads, n, d->head_dim, w->vectors[d->k_norm], err));
-    if (d->rope >= 0) {
-        X3_TRY(rc, out, rotate(f, d, p.d_q, d->n_heads, batch, err));
-        X3_TRY(rc, out, rotate(f, d, p.d_k, d->n_kv_heads, batch, err));
-    }
-    X3_TRY(rc, out, ops->kv_append(f->dev, kv, batch, p.d_k, k_dim, p.d_v, v_dim, err));
+    X3_TRY(rc, out, append(f, d, batch, kv, p.d_q, p.d_k, p.d_v, err));
     X3_TRY(rc, out, ops->attention(f->dev, &attention, batch, err));
     if (d->gated)
         X3_TRY(rc, out, ops->sigmoid_mul(f->dev, d_mixed, p.d_gate, n * q_dim, err));

@@ -43,6 +43,8 @@ static x3_status project(x3_forward *f, const x3_layer_weights *w, const float *
                          x3_err *err)
 {
     const x3_delta_net_desc *d = &w->desc->delta;
+    const int linears[] = {d->qkv, d->z};
+    float *const d_y[] = {p->d_qkv, p->d_z};
     x3_status rc;
 
     if (d->z < 0) {
@@ -51,8 +53,7 @@ static x3_status project(x3_forward *f, const x3_layer_weights *w, const float *
         X3_TRY(rc, out, x3_forward_linear(f, w, d->b, d_in, n, p->d_joined + n * columns, err));
         return split(f, d, n, p, err);
     }
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->qkv, d_in, n, p->d_qkv, err));
-    X3_TRY(rc, out, x3_forward_linear(f, w, d->z, d_in, n, p->d_z, err));
+    X3_TRY(rc, out, x3_forward_linears(f, w, linears, 2, d_in, n, d_y, err));
     X3_TRY(rc, out, x3_forward_linear(f, w, d->b, d_in, n, p->d_b, err));
     rc = x3_forward_linear(f, w, d->a, d_in, n, p->d_a, err);
 out:

@@ -116,20 +116,44 @@ void x3_forward_free(x3_forward *f)
     free(f);
 }
 
+/* Tells the capture hook about an input that is new. */
+static x3_status tell(x3_forward *f, const x3_layer_weights *w, int index, const float *d_x, size_t n_rows, x3_err *err)
+{
+    const x3_linear_desc *d = &w->desc->linears[index];
+    const x3_captured c = {.layer = w->desc, .input = d->input, .d_x = d_x, .n_rows = n_rows, .n = d->n_in, .expert = -1};
+
+    if (f->capture == NULL || (index > 0 && w->desc->linears[index - 1].input == d->input))
+        return X3_OK;
+    return f->capture(f->capture_arg, &c, err);
+}
+
 x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index, const float *d_x, size_t n_rows,
                             float *d_y, x3_err *err)
 {
     const x3_linear_desc *d = &w->desc->linears[index];
-    bool first = index == 0 || w->desc->linears[index - 1].input != d->input;
-    x3_status rc = X3_OK;
+    x3_status rc = tell(f, w, index, d_x, n_rows, err);
 
-    if (f->capture != NULL && first) {
-        const x3_captured c = {.layer = w->desc, .input = d->input, .d_x = d_x, .n_rows = n_rows, .n = d->n_in, .expert = -1};
-        rc = f->capture(f->capture_arg, &c, err);
-    }
     if (rc == X3_OK)
         rc = f->dev->ops->linear(f->dev, &w->linears[index], d_x, d->n_in, n_rows, d_y, d->n_out, err);
     return rc;
+}
+
+x3_status x3_forward_linears(x3_forward *f, const x3_layer_weights *w, const int *indices, size_t n, const float *d_x, size_t n_rows,
+                             float *const *d_y, x3_err *err)
+{
+    const x3_weight *weights[X3_FORWARD_LINEARS];
+    x3_status rc = X3_OK;
+
+    if (f->dev->ops->linears == NULL) {
+        for (size_t i = 0; i < n && rc == X3_OK; i++)
+            rc = x3_forward_linear(f, w, indices[i], d_x, n_rows, d_y[i], err);
+        return rc;
+    }
+    for (size_t i = 0; i < n && rc == X3_OK; i++) {
+        weights[i] = &w->linears[indices[i]];
+        rc = tell(f, w, indices[i], d_x, n_rows, err);
+    }
+    return rc == X3_OK ? f->dev->ops->linears(f->dev, weights, n, d_x, w->desc->linears[indices[0]].n_in, n_rows, d_y, err) : rc;
 }
 
 x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_batch *batch, x3_kv_layer *kv, float *d_x,

@@ -45,6 +45,10 @@ x3_status x3_forward_layer(x3_forward *f, const x3_layer_weights *w, const x3_ba
 /* Runs linear `index` of a layer, telling the capture hook about a new input. d_y [n_rows][n_out]. */
 x3_status x3_forward_linear(x3_forward *f, const x3_layer_weights *w, int index, const float *d_x, size_t n_rows,
                             float *d_y, x3_err *err) X3_MUST;
+/* The same for n linears (at most X3_FORWARD_LINEARS) that share an input, which the device may take together. */
+#define X3_FORWARD_LINEARS 4
+x3_status x3_forward_linears(x3_forward *f, const x3_layer_weights *w, const int *indices, size_t n, const float *d_x, size_t n_rows,
+                             float *const *d_y, x3_err *err) X3_MUST;
 
 /* Layer kinds: d_in [n_rows][hidden] is the normed input, d_out [n_rows][hidden] what is added to the stream. d_scratch
  * holds at least the floats that the kind's _scratch function names. */

@@ -213,6 +213,12 @@ typedef struct x3_device_ops {
     /* y[r] = x[r] W^T + bias, W the effective weight. x [n_rows][n_in], y [n_rows][n_out]. */
     x3_status (*linear)(x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
                         size_t ldy, x3_err *err);
+    /* The same for n linears of one input, d_y[i] [n_rows][w[i].n_out] without gaps; a device may make one product of them. NULL: linear,
+     * one after the other. */
+    x3_status (*linears)(x3_device *dev, const x3_weight *const *w, size_t n, const float *d_x, size_t ldx, size_t n_rows,
+                         float *const *d_y, x3_err *err);
+    /* y = linear of silu(gate) * up; gate may be overwritten. NULL: silu_mul, then linear. */
+    x3_status (*linear_gated)(x3_device *dev, const x3_weight *w, float *d_gate, const float *d_up, size_t n_rows, float *d_y, x3_err *err);
     /* Rows of n floats; kernels.h. out may be x with the same ld. */
     x3_status (*rms_norm)(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
                           float eps, float *d_out, size_t ldo, x3_err *err);
@@ -221,6 +227,9 @@ typedef struct x3_device_ops {
      * takes no values. */
     x3_status (*kv_append)(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk,
                            const float *d_v, size_t ldv, x3_err *err);
+    /* rope of q and of k, then kv_append of k and v: the bits of the three. NULL: these. */
+    x3_status (*rope_append)(x3_device *dev, const x3_rope_args *q, const x3_rope_args *k, const x3_kv_layer *kv, const x3_batch *batch,
+                             const float *d_v, size_t ldv, x3_err *err);
     /* Causal attention over the cache, rows of the batch already appended. */
     x3_status (*attention)(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err);
     /* out[i] = silu(gate[i]) * up[i] */
@@ -261,6 +270,8 @@ typedef struct x3_device_ops {
     void (*host_free)(x3_device *dev, void *p);
     /* out [n_rows][n_in] = rows d_ids of a dense weight, as float32. */
     x3_status (*embed)(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+    /* ids[r]: the index of the largest of row r's n floats, of equal ones the lowest; -1: one is a NaN, or none is finite. */
+    x3_status (*argmax)(x3_device *dev, const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_err *err);
     /* add, then rms_norm of rows without gaps, in one: x += y, out = norm of x. The bits of the two. */
     x3_status (*add_norm)(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
                           float *d_out, x3_err *err);

@@ -278,8 +278,10 @@ static uint64_t cuda_own_bytes(const x3_device *dev, size_t n_in, size_t n_out, 
 
 static uint64_t cuda_step_bytes(const x3_device *dev, size_t n_in, size_t n_out, size_t n_rows)
 {
+    const uint64_t operands = (2 * X3_CUDA_LINEAR_PARTS + 1) * (uint64_t)x3_round_up(n_in, 128) * x3_round_up(n_rows + 64, 16);
+
     (void)dev;
-    return x3_cuda_linear_scratch(n_in, n_out, n_rows) + X3_CUDA_COUNTER_BYTES + ((uint64_t)64 << 20); /* workspace of cuBLAS */
+    return x3_cuda_linear_scratch(n_in, n_out, n_rows) + operands + X3_CUDA_COUNTER_BYTES + ((uint64_t)64 << 20); /* workspace of cuBLAS */
 }
 
 /* ---- open and close ---- */
@@ -331,12 +333,21 @@ TIMED(copy_2d, cuda_copy_2d, X3_WORK_TRANSFER,
 TIMED(linear, x3_cuda_op_linear, X3_WORK_LINEAR,
       (x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y, size_t ldy, x3_err *err),
       (dev, w, d_x, ldx, n_rows, d_y, ldy, err))
+TIMED(linears, x3_cuda_op_linears, X3_WORK_LINEAR,
+      (x3_device *dev, const x3_weight *const *w, size_t n, const float *d_x, size_t ldx, size_t n_rows, float *const *d_y, x3_err *err),
+      (dev, w, n, d_x, ldx, n_rows, d_y, err))
+TIMED(linear_gated, x3_cuda_op_linear_gated, X3_WORK_LINEAR,
+      (x3_device *dev, const x3_weight *w, float *d_gate, const float *d_up, size_t n_rows, float *d_y, x3_err *err),
+      (dev, w, d_gate, d_up, n_rows, d_y, err))
 TIMED(rms_norm, x3_cuda_op_rms_norm, X3_WORK_ROWS,
       (x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out,
        size_t ldo, x3_err *err),
       (dev, d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo, err))
 TIMED(rope, x3_cuda_op_rope, X3_WORK_ROWS, (x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err),
       (dev, args, batch, err))
+TIMED(rope_append, x3_cuda_op_rope_append, X3_WORK_ROWS,
+      (x3_device *dev, const x3_rope_args *q, const x3_rope_args *k, const x3_kv_layer *kv, const x3_batch *batch, const float *d_v,
+       size_t ldv, x3_err *err), (dev, q, k, kv, batch, d_v, ldv, err))
 TIMED(kv_append, x3_cuda_op_kv_append, X3_WORK_ROWS,
       (x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk, const float *d_v, size_t ldv,
        x3_err *err),
@@ -381,6 +392,8 @@ TIMED(combine_rows, x3_cuda_op_combine_rows, X3_WORK_ROWS,
       (x3_device *dev, const float *d_y, const int32_t *d_slots, const float *d_weights, size_t n_rows, size_t n_chosen, size_t n,
        bool add, float *d_out, x3_err *err),
       (dev, d_y, d_slots, d_weights, n_rows, n_chosen, n, add, d_out, err))
+TIMED(argmax, x3_cuda_op_argmax, X3_WORK_ROWS,
+      (x3_device *dev, const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_err *err), (dev, d_x, n_rows, n, d_ids, err))
 TIMED(add_norm, x3_cuda_op_add_norm, X3_WORK_ROWS,
       (x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out, x3_err *err),
       (dev, d_x, d_y, n_rows, n, d_weight, eps, d_out, err))
@@ -434,9 +447,12 @@ static const x3_device_ops cuda_ops = {
     .zero = cuda_zero,
     .sync = cuda_sync,
     .linear = timed_linear,
+    .linears = timed_linears,
+    .linear_gated = timed_linear_gated,
     .rms_norm = timed_rms_norm,
     .rope = timed_rope,
     .kv_append = timed_kv_append,
+    .rope_append = timed_rope_append,
     .attention = timed_attention,
     .silu_mul = timed_silu_mul,
     .layer_norm = timed_layer_norm,
@@ -455,6 +471,7 @@ static const x3_device_ops cuda_ops = {
     .host_alloc = x3_cuda_op_host_alloc,
     .host_free = x3_cuda_op_host_free,
     .embed = x3_cuda_op_embed,
+    .argmax = timed_argmax,
     .add_norm = timed_add_norm,
     .describe = x3_cuda_op_describe,
     .record_begin = x3_cuda_op_record_begin,

@@ -104,12 +104,18 @@ x3_cuda_dense_type x3_cuda_type_of(const x3_weight *w);
 void x3_cuda_experts_free(x3_device_cuda *cuda);
 
 /* Operations of the table, by file: device_cuda_forward.c. */
+x3_status x3_cuda_op_linear_gated(x3_device *dev, const x3_weight *w, float *d_gate, const float *d_up, size_t n_rows, float *d_y,
+                                  x3_err *err);
+x3_status x3_cuda_op_linears(x3_device *dev, const x3_weight *const *w, size_t n, const float *d_x, size_t ldx, size_t n_rows,
+                             float *const *d_y, x3_err *err);
 x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
                             size_t ldy, x3_err *err);
 x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err);
 x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight,
                               float eps, float *d_out, size_t ldo, x3_err *err);
 x3_status x3_cuda_op_rope(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err);
+x3_status x3_cuda_op_rope_append(x3_device *dev, const x3_rope_args *q, const x3_rope_args *k, const x3_kv_layer *kv,
+                                 const x3_batch *batch, const float *d_v, size_t ldv, x3_err *err);
 x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_batch *batch, const float *d_k, size_t ldk,
                                const float *d_v, size_t ldv, x3_err *err);
 x3_status x3_cuda_op_attention(x3_device *dev, const x3_attention_args *args, const x3_batch *batch, x3_err *err);
@@ -159,6 +165,7 @@ x3_status x3_cuda_op_combine_rows(x3_device *dev, const float *d_y, const int32_
 x3_status x3_cuda_op_host_alloc(x3_device *dev, void **out, size_t n_bytes, x3_err *err);
 void x3_cuda_op_host_free(x3_device *dev, void *p);
 x3_status x3_cuda_op_embed(x3_device *dev, const x3_weight *w, const int32_t *d_ids, size_t n_rows, float *d_out, x3_err *err);
+x3_status x3_cuda_op_argmax(x3_device *dev, const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_err *err);
 x3_status x3_cuda_op_add_norm(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight,
                               float eps, float *d_out, x3_err *err);
 x3_status x3_cuda_op_describe(x3_device *dev, const x3_batch *batch, uint64_t *shape, x3_err *err);

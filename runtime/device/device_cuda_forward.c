@@ -145,46 +145,84 @@ out:
 #define MANY_ROWS (X3_CUDA_LINEAR_ROWS + 1)
 #define MANY_ROWS_AT_ONCE 4096
 
-static x3_status many_rows(x3_device_cuda *cuda, const x3_cuda_group *g, const float *d_x, size_t ldx, size_t n_rows, float *d_y,
-                           size_t ldy, x3_err *err)
+/* Rows [first, first + n_rows) of an input and, for each weight, of its output. */
+static void rows_of(const x3_weight *const *w, size_t n, const float *d_x, const float *d_up, size_t ldx, size_t first, size_t n_rows,
+                    float *const *d_y, const size_t *ldy, x3_cuda_rows *out)
 {
-    const size_t at_once = x3_min_size(n_rows, MANY_ROWS_AT_ONCE);
-    x3_status rc = x3_cuda_reserve(cuda, &cuda->scratch, x3_cuda_linear_rows_bytes(g, at_once), err);
+    for (size_t i = 0; i < n; i++)
+        out[i] = (x3_cuda_rows){.n_rows = n_rows, .d_x = d_x + first * ldx, .x_type = X3_CUDA_F32, .ldx = ldx,
+                                .d_up = d_up == NULL ? NULL : d_up + first * ldx,
+                                .d_y = d_y[i] + first * (ldy == NULL ? w[i]->n_out : ldy[i]), .y_type = X3_CUDA_F32,
+                                .ldy = ldy == NULL ? w[i]->n_out : ldy[i]};
+}
 
-    for (size_t first = 0; first < n_rows && rc == X3_OK; first += at_once) {
-        const x3_cuda_rows rows = {.n_rows = x3_min_size(at_once, n_rows - first), .d_x = d_x + first * ldx, .x_type = X3_CUDA_F32,
-                                   .ldx = ldx, .d_y = d_y + first * ldy, .y_type = X3_CUDA_F32, .ldy = ldy};
-        rc = x3_cuda_linear_rows(&cuda->info, g, &rows, cuda->scratch.p, cuda->stream, err);
+/* EXL3 weights of one K and codebook as one product; ldy NULL: without gaps. d_up: NULL, or see x3_cuda_rows. */
+static x3_status invariant_product(x3_device_cuda *cuda, const x3_weight *const *w, size_t n, const float *d_x, const float *d_up,
+                                   size_t ldx, size_t n_rows, float *const *d_y, const size_t *ldy, x3_err *err)
+{
+    const bool many = n_rows >= MANY_ROWS && x3_cuda_linear_rows_fits(&cuda->info);
+    const size_t at_once = x3_min_size(n_rows, many ? MANY_ROWS_AT_ONCE : X3_CUDA_LINEAR_ROWS), before = cuda->linear.n_bytes;
+    x3_cuda_group g[X3_CUDA_LINEAR_PARTS];
+    x3_cuda_rows rows[X3_CUDA_LINEAR_PARTS];
+    x3_status rc;
+
+    for (size_t i = 0; i < n; i++)
+        g[i] = group_of(w[i]);
+    if (many) {
+        X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->scratch, x3_cuda_linear_rows_bytes(g, n, at_once), err));
+    } else {
+        X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->linear, x3_cuda_linear_bytes(&cuda->info, g, n, at_once), err));
+        if (cuda->linear.n_bytes != before) /* the clearing of new memory was queued on this stream */
+            X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
     }
+    for (size_t first = 0; first < n_rows; first += at_once) {
+        rows_of(w, n, d_x, d_up, ldx, first, x3_min_size(at_once, n_rows - first), d_y, ldy, rows);
+        if (many)
+            X3_TRY(rc, out, x3_cuda_linear_rows(&cuda->info, g, rows, n, cuda->scratch.p, cuda->stream, err));
+        else
+            X3_TRY(rc, out, x3_cuda_linears(&cuda->info, g, rows, n, true, cuda->linear.p, cuda->stream, err));
+    }
+out:
     return rc;
 }
 
 static x3_status invariant_linear(x3_device_cuda *cuda, const x3_weight *w, const float *d_x, size_t ldx, size_t n_rows,
                                   float *d_y, size_t ldy, x3_err *err)
 {
-    const x3_cuda_group g = group_of(w);
-    const size_t before = cuda->linear.n_bytes;
-    x3_status rc;
-
     if (w->kind != X3_WEIGHT_EXL3)
         return x3_cuda_dense_rows(w->data, x3_cuda_type_of(w), w->n_out, w->n_in, w->bias, d_x, ldx, n_rows, d_y, ldy, cuda->stream, err);
-    if (n_rows >= MANY_ROWS && x3_cuda_linear_rows_fits(&cuda->info))
-        return many_rows(cuda, &g, d_x, ldx, n_rows, d_y, ldy, err);
-    X3_TRY(rc, out, x3_cuda_reserve(cuda, &cuda->linear, x3_cuda_linear_bytes(&cuda->info, &g, x3_min_size(n_rows, 128)), err));
-    if (cuda->linear.n_bytes != before) /* the clearing of new memory was queued on this stream */
-        X3_TRY(rc, out, x3_cuda_result(cudaStreamSynchronize(cuda->stream), "waiting for the device", err));
-    for (size_t first = 0; first < n_rows; first += X3_CUDA_LINEAR_ROWS) {
-        const x3_cuda_rows rows = {.n_rows = x3_min_size(X3_CUDA_LINEAR_ROWS, n_rows - first), .d_x = d_x + first * ldx,
-                                   .x_type = X3_CUDA_F32, .ldx = ldx, .d_y = d_y + first * ldy, .y_type = X3_CUDA_F32, .ldy = ldy};
-        X3_TRY(rc, out, x3_cuda_linear(&cuda->info, &g, &rows, true, cuda->linear.p, cuda->stream, err));
+    return invariant_product(cuda, &w, 1, d_x, NULL, ldx, n_rows, &d_y, &ldy, err);
+}
+
+/* Weights from w[0] on that make one product with it. */
+static size_t n_alike(const x3_weight *const *w, size_t n)
+{
+    size_t i = 1;
+
+    while (i < n && i < X3_CUDA_LINEAR_PARTS && w[i]->kind == X3_WEIGHT_EXL3 && w[i]->K == w[0]->K && w[i]->codebook == w[0]->codebook &&
+           w[i]->n_in == w[0]->n_in)
+        i++;
+    return w[0]->kind == X3_WEIGHT_EXL3 ? i : 1;
+}
+
+x3_status x3_cuda_op_linears(x3_device *dev, const x3_weight *const *w, size_t n, const float *d_x, size_t ldx, size_t n_rows,
+                             float *const *d_y, x3_err *err)
+{
+    x3_status rc = X3_OK;
+
+    for (size_t i = 0, together; i < n && rc == X3_OK; i += together) {
+        together = dev->row_invariant && n_rows > 0 ? n_alike(w + i, n - i) : 1;
+        if (together > 1)
+            rc = invariant_product(x3_cuda(dev), w + i, together, d_x, NULL, ldx, n_rows, d_y + i, NULL, err);
+        else
+            rc = x3_cuda_op_linear(dev, w[i], d_x, ldx, n_rows, d_y[i], w[i]->n_out, err);
     }
-out:
     return rc;
 }
 
 uint64_t x3_cuda_linear_scratch(size_t n_in, size_t n_out, size_t n_rows)
 {
-    const uint64_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), rows = x3_min_size(n_rows, CHUNK_ROWS);
+    const uint64_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), rows = x3_min_size(n_rows, x3_max_size(CHUNK_ROWS, MANY_ROWS_AT_ONCE));
 
     /* two float16 of a float32 weight, or decoded codes with the product of rotated rows */
     return 4 * in * out + rows * (4 * in + 4 * out + 4) + 4096;
@@ -203,6 +241,20 @@ x3_status x3_cuda_op_linear(x3_device *dev, const x3_weight *w, const float *d_x
     return dense ? dense_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err) : exl3_linear(cuda, w, d_x, ldx, n_rows, d_y, ldy, err);
 }
 
+x3_status x3_cuda_op_linear_gated(x3_device *dev, const x3_weight *w, float *d_gate, const float *d_up, size_t n_rows, float *d_y,
+                                  x3_err *err)
+{
+    x3_device_cuda *cuda = x3_cuda(dev);
+    x3_status rc;
+
+    if (n_rows == 0)
+        return X3_OK;
+    if (dev->row_invariant && w->kind == X3_WEIGHT_EXL3)
+        return invariant_product(cuda, &w, 1, d_gate, d_up, w->n_in, n_rows, &d_y, &w->n_out, err);
+    rc = x3_cuda_silu_mul(d_gate, d_up, n_rows * w->n_in, d_gate, cuda->stream, err);
+    return rc == X3_OK ? x3_cuda_op_linear(dev, w, d_gate, w->n_in, n_rows, d_y, w->n_out, err) : rc;
+}
+
 x3_status x3_cuda_op_dense_floats(x3_device *dev, const x3_weight *w, float *d_out, x3_err *err)
 {
     return x3_cuda_dense_floats(w->data, x3_cuda_type_of(w), w->n_out * w->n_in, d_out, x3_cuda(dev)->stream, err);
@@ -216,11 +268,16 @@ x3_status x3_cuda_op_rms_norm(x3_device *dev, const float *d_x, size_t ldx, size
     return x3_cuda_rms_norm(d_x, ldx, n_rows, n, d_weight, eps, d_out, ldo, x3_cuda(dev)->stream, err);
 }
 
+static x3_cuda_rope rope_of(const x3_rope_args *args, const x3_batch *batch)
+{
+    return (x3_cuda_rope){.d_x = args->d_x, .ld = args->ld, .first = args->first, .head_stride = args->head_stride,
+                          .n_heads = args->n_heads, .n_rotated = args->n_rotated, .n_rows = batch->n_rows,
+                          .interleaved = args->interleaved, .d_cos_sin = args->d_cos_sin, .d_positions = batch->d_positions};
+}
+
 x3_status x3_cuda_op_rope(x3_device *dev, const x3_rope_args *args, const x3_batch *batch, x3_err *err)
 {
-    const x3_cuda_rope r = {.d_x = args->d_x, .ld = args->ld, .first = args->first, .head_stride = args->head_stride,
-                            .n_heads = args->n_heads, .n_rotated = args->n_rotated, .n_rows = batch->n_rows,
-                            .interleaved = args->interleaved, .d_cos_sin = args->d_cos_sin, .d_positions = batch->d_positions};
+    const x3_cuda_rope r = rope_of(args, batch);
 
     return x3_cuda_rotate(&r, x3_cuda(dev)->stream, err);
 }
@@ -341,6 +398,25 @@ x3_status x3_cuda_op_kv_append(x3_device *dev, const x3_kv_layer *kv, const x3_b
         return rc;
     return kv->type == X3_KV_F32 ? x3_cuda_kv_append(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err)
                                  : x3_cuda_append_packed(&cache, &b, d_k, ldk, d_v, ldv, x3_cuda(dev)->stream, err);
+}
+
+x3_status x3_cuda_op_rope_append(x3_device *dev, const x3_rope_args *q, const x3_rope_args *k, const x3_kv_layer *kv,
+                                 const x3_batch *batch, const float *d_v, size_t ldv, x3_err *err)
+{
+    const x3_cuda_rope q_rope = rope_of(q, batch), k_rope = rope_of(k, batch);
+    const x3_cuda_kv cache = kv_of(kv);
+    x3_cuda_batch b;
+    x3_status rc;
+
+    if (kv->type != X3_KV_F32) {
+        X3_TRY(rc, out, x3_cuda_describe(x3_cuda(dev), batch, &b, err));
+        return x3_cuda_rope_append_packed(&q_rope, &k_rope, &cache, &b, d_v, ldv, x3_cuda(dev)->stream, err);
+    }
+    X3_TRY(rc, out, x3_cuda_op_rope(dev, q, batch, err));
+    X3_TRY(rc, out, x3_cuda_op_rope(dev, k, batch, err));
+    rc = x3_cuda_op_kv_append(dev, kv, batch, k->d_x, k->ld, d_v, ldv, err);
+out:
+    return rc;
 }
 
 static x3_status attend_packed(x3_device_cuda *cuda, const x3_cuda_attention *a, const x3_cuda_batch *b, x3_err *err)

@@ -31,6 +31,11 @@ x3_status x3_cuda_op_embed(x3_device *dev, const x3_weight *w, const int32_t *d_
     return x3_cuda_dense_pick(w->data, x3_cuda_type_of(w), w->n_in, d_ids, n_rows, d_out, x3_cuda(dev)->stream, err);
 }
 
+x3_status x3_cuda_op_argmax(x3_device *dev, const float *d_x, size_t n_rows, size_t n, int32_t *d_ids, x3_err *err)
+{
+    return x3_cuda_argmax(d_x, n_rows, n, d_ids, x3_cuda(dev)->stream, err);
+}
+
 x3_status x3_cuda_op_add_norm(x3_device *dev, float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight,
                               float eps, float *d_out, x3_err *err)
 {

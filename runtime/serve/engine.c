@@ -264,8 +264,10 @@ static void free_engine(x3_engine *e)
     free(e->stepped);
     free(e->ids);
     free(e->outputs);
-    if (e->dev != NULL)
+    if (e->dev != NULL) {
         x3_device_host_free(e->dev, e->logits);
+        x3_device_host_free(e->dev, e->best);
+    }
     free(e->drawn);
     x3_pool_free(e->pool);
     pthread_cond_destroy(&e->changed);
@@ -301,6 +303,7 @@ x3_status x3_engine_open(x3_engine **out, x3_device *dev, const x3_checkpoint *c
     X3_TRY(rc, out, x3_pool_create(&e->pool, draw_threads(o->max_sequences), err));
     e->dev = dev;
     X3_TRY(rc, out, x3_device_host_alloc(dev, &e->logits, o->max_sequences * c->model->vocab * sizeof *e->logits, err));
+    X3_TRY(rc, out, x3_device_host_alloc(dev, &e->best, o->max_sequences * sizeof *e->best, err));
     if (pthread_create(&e->thread, NULL, run_thread, e) != 0) {
         rc = x3_fail(err, X3_ERR_MEMORY, "the engine's thread cannot be started");
         goto out;

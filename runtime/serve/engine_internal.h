@@ -58,6 +58,7 @@ struct x3_engine {
     int32_t *ids;
     size_t *outputs;
     float *logits;
+    int32_t *best; /* [max_sequences] largest logits, of steps whose replies are all greedy */
     x3_drawn *drawn; /* [max_sequences] */
     x3_pool *pool;   /* draws: with a large vocabulary it takes longer than a step of a fast device */
     uint64_t n_preempted;

@@ -84,6 +84,23 @@ static bool is_stop(const x3_reply *r, int32_t id)
     return false;
 }
 
+/* The largest logits alone, where no reply needs more; *greedy false: the logits themselves are in e->logits. */
+static x3_status take_outputs(x3_engine *e, size_t n_outputs, bool *greedy, x3_err *err)
+{
+    x3_status rc;
+
+    if (*greedy) {
+        X3_TRY(rc, out, x3_resident_best(e->resident, n_outputs, e->best, err));
+        for (size_t i = 0; i < n_outputs; i++)
+            *greedy = *greedy && e->best[i] >= 0; /* else the sampler says what is wrong with the logits */
+        if (*greedy)
+            return X3_OK;
+    }
+    rc = x3_resident_logits(e->resident, n_outputs, e->logits, err);
+out:
+    return rc;
+}
+
 static void draw(void *arg, size_t item, int thread)
 {
     x3_engine *e = arg;
@@ -133,6 +150,7 @@ static size_t index_of(const x3_engine *e, const x3_reply *r)
 x3_status x3_engine_step(x3_engine *e, x3_err *err)
 {
     size_t n_rows = 0, n_outputs = 0, n_sequences = 0;
+    bool greedy = e->dev->ops->argmax != NULL;
     x3_finish finish;
     x3_status rc;
 
@@ -150,14 +168,20 @@ x3_status x3_engine_step(x3_engine *e, x3_err *err)
                                                     .pages = r->pages, .slot = r->slot};
         n_rows += r->n_rows;
         if (r->n_done + r->n_rows == r->n_ids) {
+            greedy = greedy && x3_sampler_is_greedy(r->sampler);
             e->drawn[n_outputs].reply = r;
             e->outputs[n_outputs++] = n_rows - 1;
         }
     }
-    rc = x3_resident_step(e->resident, e->sequences, n_sequences, e->ids, n_rows, e->outputs, n_outputs, e->logits, err);
+    rc = x3_resident_step(e->resident, e->sequences, n_sequences, e->ids, n_rows, e->outputs, n_outputs, NULL, err);
+    if (rc == X3_OK && n_outputs > 0)
+        rc = take_outputs(e, n_outputs, &greedy, err);
     if (rc != X3_OK)
         return rc;
-    x3_pool_run(e->pool, n_outputs, draw, e);
+    for (size_t i = 0; greedy && i < n_outputs; i++)
+        e->drawn[i] = (x3_drawn){.reply = e->drawn[i].reply, .token = {.id = e->best[i]}};
+    if (!greedy)
+        x3_pool_run(e->pool, n_outputs, draw, e);
     for (size_t i = 0; i < n_sequences; i++)
         advance(e, e->stepped[i]);
     for (size_t i = 0; i < n_outputs; i++)

@@ -144,6 +144,7 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_x, o->max_rows * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_last, o->max_outputs * m->hidden, err));
     X3_TRY(rc, out, x3_device_floats(dev, &r->d_logits, o->max_outputs * m->vocab, err));
+    X3_TRY(rc, out, x3_device_alloc(dev, &r->d_best, o->max_outputs * sizeof *r->d_best, err));
     X3_TRY(rc, out, x3_device_alloc(dev, &r->d_positions, 2 * o->max_rows * sizeof *r->d_positions, err));
     r->recorded_rows = r->embed.kind != X3_WEIGHT_NONE ? recorded_rows(dev, m) : 0;
     if (x3_model_selected(m, o->max_positions) != 0)
@@ -180,6 +181,7 @@ void x3_resident_free(x3_resident *r)
     x3_device_free(r->dev, r->d_norm);
     x3_device_free(r->dev, r->d_x);
     x3_device_free(r->dev, r->d_last);
+    x3_device_free(r->dev, r->d_best);
     x3_device_free(r->dev, r->d_logits);
     x3_device_free(r->dev, r->d_positions);
     x3_device_free(r->dev, r->d_selected);
@@ -369,6 +371,25 @@ static bool outputs_are_rows(const size_t *outputs, size_t n_outputs, size_t n_r
     return n_outputs == n_rows;
 }
 
+/* After the work of a step: what was read up to now was whole. */
+static x3_status finished(x3_resident *r, x3_status rc, x3_err *err)
+{
+    return rc == X3_OK ? x3_safetensors_unchanged(r->c->st, err) : rc;
+}
+
+x3_status x3_resident_logits(x3_resident *r, size_t n_outputs, float *logits, x3_err *err)
+{
+    return finished(r, r->dev->ops->download(r->dev, logits, r->d_logits, n_outputs * r->c->model->vocab * sizeof *logits, err), err);
+}
+
+x3_status x3_resident_best(x3_resident *r, size_t n_outputs, int32_t *ids, x3_err *err)
+{
+    const x3_device_ops *ops = r->dev->ops;
+    x3_status rc = ops->argmax(r->dev, r->d_logits, n_outputs, r->c->model->vocab, r->d_best, err);
+
+    return finished(r, rc == X3_OK ? ops->download(r->dev, ids, r->d_best, n_outputs * sizeof *ids, err) : rc, err);
+}
+
 x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t n_sequences, const int32_t *ids, size_t n_rows,
                            const size_t *outputs, size_t n_outputs, float *logits, x3_err *err)
 {
@@ -386,12 +407,10 @@ x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t 
         X3_TRY(rc, out, run_recorded(r, &batch, shape, outputs, err));
     else
         X3_TRY(rc, out, run_device(r, &batch, outputs, n_outputs, err));
-    if (n_outputs > 0)
-        rc = ops->download(r->dev, logits, r->d_logits, n_outputs * r->c->model->vocab * sizeof *logits, err);
-    else
-        rc = ops->sync(r->dev, err);
-    if (rc == X3_OK) /* after the work: what was read up to now was whole */
-        rc = x3_safetensors_unchanged(r->c->st, err);
+    if (n_outputs == 0)
+        rc = finished(r, ops->sync(r->dev, err), err);
+    else if (logits != NULL)
+        rc = x3_resident_logits(r, n_outputs, logits, err);
 out:
     return rc;
 }

@@ -38,6 +38,7 @@ typedef struct x3_resident {
     x3_kv_layer *kv;
     x3_weight head, embed; /* embed: where the device looks rows up itself; may be the head's */
     float *d_norm, *d_x, *d_last, *d_logits;
+    int32_t *d_best; /* [max_outputs] */
     int32_t *d_positions, *d_selected; /* positions: of a step, then its ids; selected: see x3_batch */
     float *x;           /* host: embedded rows of a step, where the device does not look them up */
     int32_t *numbers;   /* host: positions, then ids */
@@ -61,8 +62,13 @@ x3_status x3_resident_create(x3_resident **out, x3_device *dev, const x3_checkpo
 void x3_resident_free(x3_resident *r);
 
 /* Runs ids [n_rows], the rows of the sequences in order, and writes their keys and values into the cache.
- * logits [n_outputs][vocab] in host memory (best from x3_device_host_alloc): those of rows outputs[i]. */
+ * logits [n_outputs][vocab] in host memory (best from x3_device_host_alloc): those of rows outputs[i]. NULL: they stay on the device
+ * for x3_resident_best or x3_resident_logits of the same n_outputs, which must come before the next step and wait for this one. */
 x3_status x3_resident_step(x3_resident *r, const x3_sequence *sequences, size_t n_sequences, const int32_t *ids, size_t n_rows,
                            const size_t *outputs, size_t n_outputs, float *logits, x3_err *err) X3_MUST;
+x3_status x3_resident_logits(x3_resident *r, size_t n_outputs, float *logits, x3_err *err) X3_MUST;
+/* Of each output the id of its largest logit, of equal ones the lowest; -1: one is a NaN, or none is finite. Only where
+ * dev->ops->argmax is. */
+x3_status x3_resident_best(x3_resident *r, size_t n_outputs, int32_t *ids, x3_err *err) X3_MUST;
 
 #endif

@@ -303,6 +303,11 @@ static int32_t draw_from_all(x3_sampler *s, const float *logits, int32_t best)
     return (int32_t)draw(s, s->vocab);
 }
 
+bool x3_sampler_is_greedy(const x3_sampler *s)
+{
+    return s->p.temperature == 0 && s->p.n_top < 0 && s->p.n_bias == 0 && s->counts == NULL;
+}
+
 x3_status x3_sampler_pick(x3_sampler *s, float *logits, x3_sampled *out, x3_err *err)
 {
     double log_sum = 0;

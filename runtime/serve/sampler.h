@@ -54,6 +54,8 @@ x3_status x3_sampler_create(x3_sampler **out, const x3_sampling *s, size_t vocab
 void x3_sampler_free(x3_sampler *s);
 /* Tokens of the prompt, for the repetition penalty; before the first pick. Ids past the vocabulary are ignored. */
 void x3_sampler_prompt(x3_sampler *s, const int32_t *ids, size_t n);
+/* The pick is the largest logit, whatever came before, and nothing else of the logits is reported. */
+bool x3_sampler_is_greedy(const x3_sampler *s);
 /* Picks one, and counts it as part of the reply. logits [vocab] are changed. X3_ERR_NUMERIC: a NaN, or no finite logit. */
 x3_status x3_sampler_pick(x3_sampler *s, float *logits, x3_sampled *out, x3_err *err) X3_MUST;
 

@@ -75,7 +75,7 @@ static bench_group bench_create(int K, x3_codebook codebook, size_t n_in, size_t
     }
     b.d_x = (float *)device_alloc(128 * n_in * 4);
     b.d_y = (float *)device_alloc(128 * n_out * 4);
-    b.d_scratch = device_alloc(x3_cuda_linear_bytes(&info, &b.g, 128));
+    b.d_scratch = device_alloc(x3_cuda_linear_bytes(&info, &b.g, 1, 128));
     fill_normal<<<256, 256>>>(b.d_x, 128 * n_in, 9, 1.0f);
     MUST_X3(x3_cuda_reconstruct(&info, &b.g, d_wq, X3_CUDA_F32, NULL, err));
     float *x = (float *)to_host(b.d_x, 4 * n_in * 4);
@@ -101,7 +101,7 @@ static float bench_rows(bench_group *b, size_t n_rows, bool overlap, double *err
 {
     cudaStream_t stream;
     cudaGraph_t graph;
-    const x3_cuda_rows rows = {n_rows, b->d_x, X3_CUDA_F32, b->g.n_in, b->d_y, X3_CUDA_F32, b->g.n_out};
+    const x3_cuda_rows rows = {n_rows, b->d_x, X3_CUDA_F32, b->g.n_in, b->d_y, X3_CUDA_F32, b->g.n_out, NULL};
     x3_cuda_group g = b->g;
 
     MUST(cudaDeviceSynchronize());
@@ -210,7 +210,7 @@ static float time_many(cublasHandle_t blas, const x3_cuda_group *g, size_t n_row
     __half *d_x16 = (__half *)device_alloc(n_rows * n_in * 2), *d_w = (__half *)device_alloc(n_in * n_out * 2);
     void *d_scratch = device_alloc(x3_cuda_linear_gemm_bytes(g, n_rows, X3_CUDA_F32));
     const x3_cuda_type type = what == 1 ? X3_CUDA_F16 : X3_CUDA_F32;
-    const x3_cuda_rows rows = {n_rows, what == 1 ? (void *)d_x16 : d_x, type, n_in, d_y, type, n_out};
+    const x3_cuda_rows rows = {n_rows, what == 1 ? (void *)d_x16 : d_x, type, n_in, d_y, type, n_out, NULL};
     const float one = 1, zero = 0;
 
     fill_normal<<<512, 256>>>(d_x, n_rows * n_in, 3, 1.0f);

@@ -96,7 +96,7 @@ static linear_case case_create(int K, x3_codebook codebook, size_t n_in, size_t 
     c.n_rows = n_rows;
     c.d_x = (float *)device_alloc(n_rows * n_in * 4);
     c.d_y = (float *)device_alloc(n_rows * n_out * 4);
-    c.d_scratch = device_alloc(x3_cuda_linear_bytes(&info, &c.g, 128));
+    c.d_scratch = device_alloc(x3_cuda_linear_bytes(&info, &c.g, 1, 128));
     fill_normal<<<128, 256>>>(c.d_x, n_rows * n_in, (uint32_t)(K + 1000), 1.0f);
     if (with_exact) {
         c.d_wq = (float *)device_alloc(c.g.n_in_padded * c.g.n_out_padded * 4);
@@ -121,7 +121,7 @@ static void case_free(linear_case *c)
 static x3_cuda_rows case_rows(const linear_case *c, size_t first, size_t n_rows)
 {
     x3_cuda_rows r = {n_rows, c->d_x + first * c->g.n_in, X3_CUDA_F32, c->g.n_in, c->d_y + first * c->g.n_out, X3_CUDA_F32,
-                      c->g.n_out};
+                      c->g.n_out, NULL};
     return r;
 }
 
@@ -212,6 +212,62 @@ static bool linear_rows_do_not_depend_on_other_rows_1_to_128(void)
     return good;
 }
 
+/* Three weights in one launch: near the float64 products, whatever the number of rows the same bits, and x3_cuda_linear_rows' too. */
+static bool linears_of_one_input_are_one_product(void)
+{
+    static const size_t n_outs[] = {384, 100, 256};
+    bool good = true;
+
+    for (int K = 1; K <= 8; K++)
+        for (int cb = 0; cb < 3; cb++) {
+            linear_case c[3];
+            x3_cuda_group g[3];
+            x3_cuda_rows rows[3];
+            for (int i = 0; i < 3; i++) {
+                c[i] = case_create(K, (x3_codebook)cb, 1500, n_outs[i], 150, true);
+                g[i] = c[i].g;
+            }
+            void *d_scratch = device_alloc(x3_cuda_linear_bytes(&info, g, 3, 128));
+            void *d_many = device_alloc(x3_cuda_linear_rows_bytes(g, 3, 150));
+            float *all[3];
+            for (int i = 0; i < 3; i++) {
+                rows[i] = case_rows(&c[i], 0, 150);
+                rows[i].d_x = c[0].d_x; /* case_create gives all the same rows */
+            }
+            MUST_X3(x3_cuda_linear_rows(&info, g, rows, 3, d_many, NULL, err));
+            for (int i = 0; i < 3; i++) {
+                const double e = case_error(&c[i], 150);
+                good = good && e < 4e-4;
+                if (e >= 4e-4)
+                    printf("    K=%d %s, %zu outputs: relative error %.3g\n", K, codebook_name[cb], n_outs[i], e);
+                all[i] = (float *)to_host(c[i].d_y, 150 * n_outs[i] * 4);
+            }
+            static const size_t counts[] = {1, 2, 4, 7, 16, 31, 64, 128};
+            for (size_t n : counts) {
+                for (int i = 0; i < 3; i++) {
+                    rows[i].n_rows = n;
+                    MUST(cudaMemset(c[i].d_y, 0xFF, n * n_outs[i] * 4));
+                }
+                MUST_X3(x3_cuda_linears(&info, g, rows, 3, false, d_scratch, NULL, err));
+                for (int i = 0; i < 3; i++) {
+                    float *y = (float *)to_host(c[i].d_y, n * n_outs[i] * 4);
+                    const bool same = memcmp(y, all[i], n * n_outs[i] * 4) == 0;
+                    free(y);
+                    if (!same)
+                        printf("    K=%d %s, %zu outputs, %zu rows: other bits\n", K, codebook_name[cb], n_outs[i], n);
+                    good = good && same;
+                }
+            }
+            cudaFree(d_scratch);
+            cudaFree(d_many);
+            for (int i = 0; i < 3; i++) {
+                free(all[i]);
+                case_free(&c[i]);
+            }
+        }
+    return good;
+}
+
 /* Other devices share less memory: fewer stages and no folded inputs, but the same sums. */
 static bool linear_gives_the_same_bits_with_less_shared_memory(void)
 {
@@ -252,7 +308,7 @@ static bool linear_takes_and_gives_float16(void)
     c.exact = linear_f64(&c.g, c.d_wq, x, 20);
     static const size_t counts[] = {1, 20};
     for (size_t n : counts) {
-        const x3_cuda_rows rows = {n, d_x, X3_CUDA_F16, 1500, d_y, X3_CUDA_F16, 880};
+        const x3_cuda_rows rows = {n, d_x, X3_CUDA_F16, 1500, d_y, X3_CUDA_F16, 880, NULL};
         MUST_X3(x3_cuda_linear(&info, &c.g, &rows, false, c.d_scratch, NULL, err));
         __half *y16 = (__half *)to_host(d_y, n * 880 * 2);
         for (size_t r = 0; r < n; r++) {
@@ -562,6 +618,7 @@ static const struct {
     TEST(reconstruction_equals_the_cpu_for_all_states_k_and_codebooks),
     TEST(linear_is_near_the_float64_product),
     TEST(linear_rows_do_not_depend_on_other_rows_1_to_128),
+    TEST(linears_of_one_input_are_one_product),
     TEST(linear_gives_the_same_bits_with_less_shared_memory),
     TEST(linear_takes_and_gives_float16),
     TEST(linear_can_be_captured_in_a_graph),

@@ -121,6 +121,116 @@ X3_TEST(cuda_attention_over_packed_caches_equals_the_cpu_and_itself_row_by_row)
     x3_pair_close(&p);
 }
 
+/* ---- operations in one launch ---- */
+
+static float *read_floats(const x3_pair *p, const void *d, size_t n)
+{
+    float *out = malloc(n * sizeof *out);
+    x3_err err = {0};
+
+    CHECK_OK(p->gpu->ops->download(p->gpu, out, d, n * sizeof *out, &err), &err);
+    return out;
+}
+
+static void check_same(const x3_pair *p, const void *d_a, const void *d_b, size_t n, const char *what)
+{
+    float *a = read_floats(p, d_a, n), *b = read_floats(p, d_b, n);
+
+    CHECK_MSG(memcmp(a, b, n * sizeof *a) == 0, "%s: other bits in one launch", what);
+    free(a);
+    free(b);
+}
+
+/* Heads of queries and keys rotated, keys and values appended: one call against three. */
+static void check_rope_append(const x3_pair *p, x3_kv_type type, size_t n_rotated, bool interleaved)
+{
+    enum { ROWS = 70, HEADS = 6, KV_HEADS = 2, DIM = 96, V_DIM = 64, PAGE_COUNT = 2 };
+    const struct packed_case c = {HEADS, KV_HEADS, DIM, V_DIM, 0, false};
+    x3_twin q[2], k[2], v = x3_twin_random(p, "v", ROWS * KV_HEADS * V_DIM), table = x3_twin_random(p, "table", PAGE_COUNT * 64 * n_rotated);
+    x3_kv_layer kv[2];
+    int32_t positions[ROWS], pages[PAGE_COUNT] = {1, 0};
+    const x3_sequence s = {.n_rows = 60, .position = 9, .pages = pages}; /* the last rows are of none */
+    x3_err err = {0};
+
+    for (int i = 0; i < ROWS; i++)
+        positions[i] = i < 60 ? i + 9 : 0;
+    const x3_batch batch = {.n_rows = ROWS, .n_sequences = 1, .sequences = &s, .d_positions = x3_pair_upload(p, positions, sizeof positions)};
+    for (int i = 0; i < 2; i++) {
+        q[i] = x3_twin_random(p, "q", ROWS * HEADS * DIM);
+        k[i] = x3_twin_random(p, "k", ROWS * KV_HEADS * DIM);
+        kv[i] = (x3_kv_layer){0};
+        const x3_layer_desc desc = {.mixer = X3_MIXER_GQA, .gqa = {.n_kv_heads = c.n_kv_heads, .head_dim = c.k_dim, .v_dim = c.v_dim}};
+        CHECK_OK(x3_kv_layer_create(&kv[i], p->gpu, &desc, PAGE_COUNT, 0, type, &err), &err);
+        const x3_rope_args q_rope = {.d_x = q[i].gpu, .ld = HEADS * DIM, .head_stride = DIM, .n_heads = HEADS, .n_rotated = n_rotated,
+                                     .interleaved = interleaved, .d_cos_sin = table.gpu};
+        x3_rope_args k_rope = q_rope;
+        k_rope.d_x = k[i].gpu, k_rope.ld = KV_HEADS * DIM, k_rope.n_heads = KV_HEADS;
+        if (i == 1) {
+            CHECK_OK(p->gpu->ops->rope_append(p->gpu, &q_rope, &k_rope, &kv[i], &batch, v.gpu, KV_HEADS * V_DIM, &err), &err);
+        } else {
+            CHECK_OK(p->gpu->ops->rope(p->gpu, &q_rope, &batch, &err), &err);
+            CHECK_OK(p->gpu->ops->rope(p->gpu, &k_rope, &batch, &err), &err);
+            CHECK_OK(p->gpu->ops->kv_append(p->gpu, &kv[i], &batch, k[i].gpu, KV_HEADS * DIM, v.gpu, KV_HEADS * V_DIM, &err), &err);
+        }
+    }
+    const bool packed = type != X3_KV_F32;
+    check_same(p, q[0].gpu, q[1].gpu, q[0].n, "queries");
+    check_same(p, k[0].gpu, k[1].gpu, k[0].n, "keys");
+    check_same(p, packed ? kv[0].d_packed_keys : kv[0].d_keys, packed ? kv[1].d_packed_keys : kv[1].d_keys,
+               PAGE_COUNT * KV_HEADS * (packed ? x3_kv_block_bytes(type, DIM) / 4 : 64 * DIM), "cached keys");
+    check_same(p, packed ? kv[0].d_packed_values : kv[0].d_values, packed ? kv[1].d_packed_values : kv[1].d_values,
+               PAGE_COUNT * KV_HEADS * (packed ? x3_kv_block_bytes(type, V_DIM) / 4 : 64 * V_DIM), "cached values");
+    for (int i = 0; i < 2; i++) {
+        x3_kv_layer_free(&kv[i], p->gpu);
+        x3_twin_free(p, &q[i]);
+        x3_twin_free(p, &k[i]);
+    }
+    x3_twin_free(p, &v);
+    x3_twin_free(p, &table);
+    x3_device_free(p->gpu, (void *)(uintptr_t)batch.d_positions);
+}
+
+X3_TEST(cuda_rope_and_append_in_one_launch_give_the_bits_of_three)
+{
+    x3_pair p = x3_pair_open();
+
+    for (x3_kv_type t = X3_KV_F32; t <= X3_KV_INT4; t++) {
+        check_rope_append(&p, t, 96, false);
+        check_rope_append(&p, t, 40, true);
+    }
+    x3_pair_close(&p);
+}
+
+/* silu(gate) * up as the input of a linear, against the two operations, for every way a linear takes its rows. */
+X3_TEST(cuda_gated_linear_gives_the_bits_of_two_operations)
+{
+    enum { N_IN = 500, N_OUT = 300, ROWS = 200 };
+    static const size_t counts[] = {1, 4, 5, 40, ROWS};
+    x3_pair p = x3_pair_open();
+    x3_err err = {0};
+
+    for (int invariant = 0; invariant < 2; invariant++)
+        for (int kind = 0; kind < 2; kind++) {
+            x3_twin_weight w = kind == 0 ? x3_twin_exl3(&p, 3, X3_CB_MUL1, N_OUT, N_IN) : x3_twin_dense(&p, X3_WEIGHT_BF16, N_OUT, N_IN);
+            p.gpu->row_invariant = invariant == 1;
+            for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+                const size_t n = counts[i];
+                x3_twin gate = x3_twin_random(&p, "gate", n * N_IN), same = x3_twin_random(&p, "gate", n * N_IN);
+                x3_twin up = x3_twin_random(&p, "up", n * N_IN), a = x3_twin_random(&p, "a", n * N_OUT), b = x3_twin_random(&p, "b", n * N_OUT);
+                CHECK_OK(p.gpu->ops->linear_gated(p.gpu, &w.gpu, gate.gpu, up.gpu, n, a.gpu, &err), &err);
+                CHECK_OK(p.gpu->ops->silu_mul(p.gpu, same.gpu, up.gpu, n * N_IN, same.gpu, &err), &err);
+                CHECK_OK(p.gpu->ops->linear(p.gpu, &w.gpu, same.gpu, N_IN, n, b.gpu, N_OUT, &err), &err);
+                check_same(&p, a.gpu, b.gpu, n * N_OUT, "gated linear");
+                x3_twin *all[] = {&gate, &same, &up, &a, &b};
+                for (int t = 0; t < 5; t++)
+                    x3_twin_free(&p, all[t]);
+            }
+            x3_twin_weight_free(&p, &w);
+        }
+    p.gpu->row_invariant = false;
+    x3_pair_close(&p);
+}
+
 /* ---- linears of many rows ---- */
 
 static void check_linear_rows(const x3_pair *p, int K, x3_codebook codebook, size_t n_out, size_t n_in, size_t n_rows)
@@ -169,6 +279,41 @@ X3_TEST(cuda_linear_of_many_rows_has_the_bits_of_few)
     x3_pair_close(&p);
 }
 
+/* ---- the largest of a row ---- */
+
+X3_TEST(cuda_largest_of_a_row_is_the_first_of_equal_ones_and_none_with_a_nan)
+{
+    enum { ROWS = 8, N = 5003 };
+    x3_pair p = x3_pair_open();
+    x3_twin x = x3_twin_random(&p, "argmax", ROWS * N);
+    int32_t expected[ROWS], got[ROWS];
+    void *d_ids;
+    x3_err err = {0};
+
+    for (size_t i = 0; i < N; i++)
+        x.cpu[1 * N + i] = -3, x.cpu[2 * N + i] = -INFINITY, x.cpu[3 * N + i] = i == N - 1 ? -1e30f : -INFINITY;
+    x.cpu[4 * N + 4097] = x.cpu[4 * N + 77] = x.cpu[4 * N + 4999] = 100; /* equal ones */
+    x.cpu[5 * N + 5001] = NAN;
+    x.cpu[6 * N] = INFINITY;
+    x.cpu[7 * N + N - 1] = 100;
+    for (size_t r = 0; r < ROWS; r++) {
+        expected[r] = 0;
+        for (size_t i = 1; i < N; i++)
+            if (x.cpu[r * N + i] > x.cpu[r * N + (size_t)expected[r]])
+                expected[r] = (int32_t)i;
+    }
+    expected[2] = expected[5] = expected[6] = -1;
+    x3_twin_upload(&p, &x);
+    CHECK_OK(x3_device_alloc(p.gpu, &d_ids, sizeof got, &err), &err);
+    CHECK_OK(p.gpu->ops->argmax(p.gpu, x.gpu, ROWS, N, d_ids, &err), &err);
+    CHECK_OK(p.gpu->ops->download(p.gpu, got, d_ids, sizeof got, &err), &err);
+    for (size_t r = 0; r < ROWS; r++)
+        CHECK_MSG(got[r] == expected[r], "row %zu: %d, expected %d", r, got[r], expected[r]);
+    x3_device_free(p.gpu, d_ids);
+    x3_twin_free(&p, &x);
+    x3_pair_close(&p);
+}
+
 /* ---- recorded steps ---- */
 
 #define MODEL "tests/data/models/tiny-qwen3"
@@ -194,6 +339,7 @@ static void run_sequences(x3_resident *r, size_t first, size_t n, int32_t out[SE
     int32_t pages[SEQUENCES][4], ids[300];
     x3_sequence s[SEQUENCES];
     size_t outputs[SEQUENCES], n_rows = 0;
+    int32_t device_best[SEQUENCES];
     x3_err err = {0};
 
     for (size_t i = 0; i < n; i++) {
@@ -206,12 +352,17 @@ static void run_sequences(x3_resident *r, size_t first, size_t n, int32_t out[SE
         outputs[i] = n_rows - 1;
     }
     for (size_t step = 0; step < STEPS; step++) {
-        CHECK_OK(x3_resident_step(r, s, n, ids, n_rows, outputs, n, logits, &err), &err);
+        CHECK_OK(x3_resident_step(r, s, n, ids, n_rows, outputs, n, step % 2 == 0 ? logits : NULL, &err), &err);
+        if (step % 2 != 0)
+            CHECK_OK(x3_resident_logits(r, n, logits, &err), &err);
+        if (r->dev->ops->argmax != NULL)
+            CHECK_OK(x3_resident_best(r, n, device_best, &err), &err);
         for (size_t i = 0; i < n; i++) {
             int32_t best = 0;
             for (size_t t = 1; t < vocab; t++)
                 if (logits[i * vocab + t] > logits[i * vocab + (size_t)best])
                     best = (int32_t)t;
+            CHECK(r->dev->ops->argmax == NULL || device_best[i] == best);
             out[first + i][step] = ids[i] = best;
             s[i] = (x3_sequence){.first_row = i, .n_rows = 1, .position = s[i].position + s[i].n_rows, .pages = pages[i], .slot = i};
             outputs[i] = i;
