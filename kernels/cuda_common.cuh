@@ -417,13 +417,18 @@ static __device__ __forceinline__ void store_4(const float v[4], void *y, x3_cud
     }
 }
 
+/* v *= four float16. */
+static __device__ __forceinline__ void scale_by(float v[4], uint2 scale)
+{
+    const float2 p = __half22float2(bits_half2(scale.x)), q = __half22float2(bits_half2(scale.y));
+
+    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+}
+
 /* v *= scale[i .. i + 3], float16. */
 static __device__ __forceinline__ void scale_4(float v[4], const uint16_t *scale, size_t i)
 {
-    uint2 h = *(const uint2 *)(scale + i);
-    float2 p = __half22float2(bits_half2(h.x)), q = __half22float2(bits_half2(h.y));
-
-    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+    scale_by(v, *(const uint2 *)(scale + i));
 }
 
 #endif

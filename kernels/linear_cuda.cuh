@@ -117,14 +117,26 @@ static __device__ __forceinline__ int part_of(const linear_args &a, int stripe)
     return p;
 }
 
+/* Block b's first pair; that of block b + 1 ends its last segment. */
+static __device__ __forceinline__ int first_pair(const linear_args &a, int b)
+{
+    return b * a.n_pairs_each + min(b, a.n_pairs_more);
+}
+
+/* The block whose pair this is. */
+static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
+{
+    const int large = a.n_pairs_more * (a.n_pairs_each + 1); /* pairs of the blocks that have one more */
+
+    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
+}
+
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
 
 /* Rotated inputs 128 * block + 4 * lane .. of a row; scale: suh there. */
 static __device__ __forceinline__ void rotate_loaded(float v[4], uint2 scale, int lane)
 {
-    const float2 p = __half22float2(bits_half2(scale.x)), q = __half22float2(bits_half2(scale.y));
-
-    v[0] *= p.x, v[1] *= p.y, v[2] *= q.x, v[3] *= q.y;
+    scale_by(v, scale);
     hadamard_128(v, lane);
 }
 
@@ -183,7 +195,7 @@ static __device__ __forceinline__ void finish_row(const linear_args &a, int stri
     const linear_part &part = a.parts[p];
     const size_t i = (size_t)(stripe - part.first_stripe) * STRIPE_COLS + 4 * lane;
 
-    const uint2 scale = *(const uint2 *)(part.svh + i); /* asked for before it is needed */
+    const uint2 scale = *(const uint2 *)(part.svh + i); /* asked for, and converted, before it is needed */
     const float2 low = __half22float2(bits_half2(scale.x)), high = __half22float2(bits_half2(scale.y));
     hadamard_128(v, lane);
     v[0] *= low.x, v[1] *= low.y, v[2] *= high.x, v[3] *= high.y;

@@ -129,11 +129,6 @@ typedef struct place {
     int chain, begin, end, block;
 } place;
 
-static __device__ __forceinline__ int first_pair(const linear_args &a, int block)
-{
-    return block * a.n_pairs_each + min(block, a.n_pairs_more);
-}
-
 static __device__ __forceinline__ void enter_segment(place *p, const linear_args &a, int base)
 {
     p->begin = max(0, first_pair(a, p->block) - base);
@@ -145,9 +140,9 @@ static __device__ __forceinline__ void enter_segment(place *p, const linear_args
 
 static __device__ __forceinline__ void enter_stripe(place *p, const linear_args &a, int stripe)
 {
-    const int base = stripe * a.n_pairs_in, large = a.n_pairs_more * (a.n_pairs_each + 1);
+    const int base = stripe * a.n_pairs_in;
 
-    p->block = base < large ? base / (a.n_pairs_each + 1) : a.n_pairs_more + (base - large) / a.n_pairs_each;
+    p->block = block_of(a, base);
     enter_segment(p, a, base);
 }
 

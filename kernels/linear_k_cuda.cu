@@ -20,20 +20,6 @@ typedef struct segment {
     int begin, end, stripe;
 } segment;
 
-/* Block b's first pair; that of block b + 1 ends its last segment. */
-static __device__ __forceinline__ int first_pair(const linear_args &a, int b)
-{
-    return b * a.n_pairs_each + min(b, a.n_pairs_more);
-}
-
-/* The block whose pair this is. */
-static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
-{
-    const int large = a.n_pairs_more * (a.n_pairs_each + 1); /* pairs of the blocks that have one more */
-
-    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
-}
-
 static __device__ __forceinline__ segment segment_first(int first, int last, int n_pairs_in)
 {
     segment s;

@@ -22,18 +22,6 @@ typedef struct place {
     int block;      /* of x3_cuda_linear whose segment this is */
 } place;
 
-static __device__ __forceinline__ int first_pair(const linear_args &a, int b)
-{
-    return b * a.n_pairs_each + min(b, a.n_pairs_more);
-}
-
-static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
-{
-    const int large = a.n_pairs_more * (a.n_pairs_each + 1);
-
-    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
-}
-
 static __device__ __forceinline__ void enter_segment(place *p, const linear_args &a, int base)
 {
     p->begin = max(0, first_pair(a, p->block) - base);
@@ -192,7 +180,7 @@ static __global__ void __launch_bounds__(THREADS, 1) many_rows(const __grid_cons
         copy_async_wait<STAGES - 2>();
         __syncthreads(); /* everyone's copies are here, and the stage that is filled next is read */
         fetch(stages + (i + STAGES - 1) % STAGES * STAGE_PAIRS * PAIR_QUADS, from, &ahead, a, base,
-                        a.n_pairs_in - (i + STAGES - 1) * STAGE_PAIRS, first_row);
+              a.n_pairs_in - (i + STAGES - 1) * STAGE_PAIRS, first_row);
         copy_async_commit();
         /* pairs come in multiples of 4: all of a stage is there */
 #pragma unroll

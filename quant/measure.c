@@ -175,6 +175,12 @@ out:
     return rc;
 }
 
+/* What a path costs on a row. */
+static double row_cost(double alone, double added, double noisy)
+{
+    return (alone + (added - noisy) / ENERGY_RISE) / 2;
+}
+
 /* Adds what one path has cost to the file, an entry a linear: the mean of what its noise costs first, in an exact model, and
  * last, where all others have theirs. Chance can make a small cost negative: it is then, and where it is less, a tenth of its
  * standard error. */
@@ -186,9 +192,9 @@ static x3_status add_result(struct x3_measure *s, const struct x3_measured_path 
     x3_status rc = X3_OK;
 
     for (size_t i = 0; i < n; i++)
-        mean += (alone_kl[i] + (added_kl[i] - noisy_kl[i]) / ENERGY_RISE) / 2 / (double)n;
+        mean += row_cost(alone_kl[i], added_kl[i], noisy_kl[i]) / (double)n;
     for (size_t i = 0; i < n; i++)
-        squares += pow((alone_kl[i] + (added_kl[i] - noisy_kl[i]) / ENERGY_RISE) / 2 - mean, 2);
+        squares += pow(row_cost(alone_kl[i], added_kl[i], noisy_kl[i]) - mean, 2);
     stderr_ = n < 2 ? 0 : sqrt(squares / (double)(n - 1) / (double)n);
     for (size_t i = 0; i < p->n_members && rc == X3_OK; i++)
         rc = add_entry(s, &p->members[i], fmax(mean, stderr_ / 10), stderr_, err);

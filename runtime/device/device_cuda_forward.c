@@ -149,11 +149,12 @@ out:
 static void rows_of(const x3_weight *const *w, size_t n, const float *d_x, const float *d_up, size_t ldx, size_t first, size_t n_rows,
                     float *const *d_y, const size_t *ldy, x3_cuda_rows *out)
 {
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n; i++) {
+        const size_t ld = ldy == NULL ? w[i]->n_out : ldy[i];
         out[i] = (x3_cuda_rows){.n_rows = n_rows, .d_x = d_x + first * ldx, .x_type = X3_CUDA_F32, .ldx = ldx,
-                                .d_up = d_up == NULL ? NULL : d_up + first * ldx,
-                                .d_y = d_y[i] + first * (ldy == NULL ? w[i]->n_out : ldy[i]), .y_type = X3_CUDA_F32,
-                                .ldy = ldy == NULL ? w[i]->n_out : ldy[i]};
+                                .d_up = d_up == NULL ? NULL : d_up + first * ldx, .d_y = d_y[i] + first * ld, .y_type = X3_CUDA_F32,
+                                .ldy = ld};
+    }
 }
 
 /* EXL3 weights of one K and codebook as one product; ldy NULL: without gaps. d_up: NULL, or see x3_cuda_rows. */
@@ -222,7 +223,7 @@ x3_status x3_cuda_op_linears(x3_device *dev, const x3_weight *const *w, size_t n
 
 uint64_t x3_cuda_linear_scratch(size_t n_in, size_t n_out, size_t n_rows)
 {
-    const uint64_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), rows = x3_min_size(n_rows, x3_max_size(CHUNK_ROWS, MANY_ROWS_AT_ONCE));
+    const uint64_t in = x3_round_up(n_in, 128), out = x3_round_up(n_out, 128), rows = x3_min_size(n_rows, CHUNK_ROWS);
 
     /* two float16 of a float32 weight, or decoded codes with the product of rotated rows */
     return 4 * in * out + rows * (4 * in + 4 * out + 4) + 4096;

@@ -253,6 +253,20 @@ out:
     return rc;
 }
 
+/* Closes an object of arguments and adds the call; *parsed false: a key came twice. */
+static x3_status close_call(x3_tool_calls *out, x3_view name, x3_text *object, bool *parsed, x3_err *err)
+{
+    x3_status rc = x3_text_put(object, "}", 1, err);
+    const x3_view arguments = {object->items, object->n_items};
+
+    *parsed = false;
+    if (rc != X3_OK || !is_object(arguments))
+        return rc;
+    rc = add_call(out, name, arguments, err);
+    *parsed = rc == X3_OK;
+    return rc;
+}
+
 /* How the pairs of a call are written. */
 struct pair_marks {
     const char *key, *key_end, *value, *value_end;
@@ -283,11 +297,7 @@ static x3_status parse_pairs(x3_view name, x3_view rest, const struct pair_marks
         key = trim(key);
         X3_TRY(rc, out, add_argument(&object, key, value, is_string_parameter(tools, name, key), err));
     }
-    X3_TRY(rc, out, x3_text_put(&object, "}", 1, err));
-    if (!is_object((x3_view){object.items, object.n_items})) /* a key that comes twice */
-        goto out;
-    rc = add_call(out, name, (x3_view){object.items, object.n_items}, err);
-    *parsed = rc == X3_OK;
+    rc = close_call(out, name, &object, parsed, err);
 out:
     x3_text_free(&object);
     return rc;
@@ -344,12 +354,9 @@ static x3_status parse_dsml_call(x3_view *body, const cJSON *tools, x3_tool_call
             goto out;
         X3_TRY(rc, out, add_argument(&object, key, value, is_text, err));
     }
-    X3_TRY(rc, out, x3_text_put(&object, "}", 1, err));
-    if (!is_object((x3_view){object.items, object.n_items})) /* a key that comes twice */
-        goto out;
-    rc = add_call(out, name, (x3_view){object.items, object.n_items}, err);
-    *parsed = rc == X3_OK;
-    *body = rest;
+    rc = close_call(out, name, &object, parsed, err);
+    if (*parsed)
+        *body = rest;
 out:
     x3_text_free(&object);
     return rc;
