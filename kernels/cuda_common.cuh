@@ -152,7 +152,8 @@ template <int K> static __device__ __forceinline__ lane_bits lane_bits_of(int la
 }
 
 typedef struct window {
-    uint32_t low, high, top;
+    uint32_t low, high, top; /* bits 0 .., 32 .., 64 .. */
+    uint32_t from_5, from_8, from_12;
 } window;
 
 template <int K> static __device__ __forceinline__ window window_load(const uint32_t *tile, lane_bits l)
@@ -164,6 +165,9 @@ template <int K> static __device__ __forceinline__ window window_load(const uint
     w.low = aligned ? a : __funnelshift_r(a, b, l.shift);
     w.high = aligned ? b : K >= 5 ? __funnelshift_r(b, c, l.shift) : b >> l.shift;
     w.top = aligned ? c : c >> l.shift;
+    w.from_5 = K == 3 ? __funnelshift_r(a, b, l.shift + 5) : 0; /* shift is 24 at most */
+    w.from_8 = K == 4 ? __funnelshift_r(a, b, 8) : 0;
+    w.from_12 = K == 4 ? __funnelshift_r(a, b, 12) : 0;
     return w;
 }
 
@@ -183,15 +187,18 @@ template <int K, int T> static __device__ __forceinline__ uint32_t window_from(w
 
 /* State j of the window lies at bit (7 - j) K. A byte permutation takes any 16 bits on a byte border. What is not on one is
  * shifted: to the left where that is possible, since such shifts can be multiplications and the units that shift and
- * permute are the busiest; states 8 bits apart share a shift. */
+ * permute are the busiest; states 8 bits apart share a shift. At K = 3 and 4 no state crosses the end of all the words below. */
 template <int K, int J> static __device__ __forceinline__ uint32_t window_state(window w)
 {
-    constexpr int t = (7 - J) * K, in_word = t % 32, left = (8 - in_word % 8) % 8;
+    constexpr int t = (7 - J) * K, begin = K == 3 && t >= 5 ? 5 : K == 4 && t % 8 == 4 && t > 4 ? 12 : K == 4 && t == 24 ? 8 : t / 32 * 32;
+    constexpr int in_word = t - begin, left = (8 - in_word % 8) % 8;
 
-    if constexpr (in_word + left <= 16)
-        return __byte_perm((t < 32 ? w.low : w.high) << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
-    else
+    if constexpr (in_word + left <= 16) {
+        const uint32_t word = begin == 0 ? w.low : begin == 5 ? w.from_5 : begin == 8 ? w.from_8 : begin == 12 ? w.from_12 : w.high;
+        return __byte_perm(word << left, 0, 0x4410 + 0x11 * ((in_word + left) / 8));
+    } else {
         return __byte_perm(window_from<K, t>(w), 0, 0x4410);
+    }
 }
 
 /* Decoding on the tensor cores, which a small product leaves idle: what has to be summed within a lane's word (the four

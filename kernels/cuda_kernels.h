@@ -82,7 +82,7 @@ x3_status x3_cuda_linear(const x3_cuda_info *info, const x3_cuda_group *g, const
  * in y alone. The bits are those of the groups together: other ones than each alone gives. */
 x3_status x3_cuda_linears(const x3_cuda_info *info, const x3_cuda_group *g, const x3_cuda_rows *rows, size_t n_groups, bool overlap,
                           void *d_scratch, x3_cuda_stream stream, x3_err *err) X3_MUST;
-#define X3_CUDA_COUNTER_BYTES 65536
+#define X3_CUDA_COUNTER_BYTES (65536 + (1 << 20))
 size_t x3_cuda_linear_bytes(const x3_cuda_info *info, const x3_cuda_group *g, size_t n_groups, size_t n_rows);
 
 /* The same bits for any number of rows, faster from about 128: codes and rows are first written out as operands.

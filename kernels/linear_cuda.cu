@@ -1,6 +1,7 @@
 /* Host side of the EXL3 linear for 1 .. 128 rows and of reconstruction, and what all CUDA launches share. */
 #include "kernels/linear_cuda.cuh"
 
+#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -152,6 +153,9 @@ static bool aligned_for(const void *p, size_t ld, x3_cuda_type type)
     return (uintptr_t)p % (type == X3_CUDA_F32 ? 16 : 8) == 0 && ld % 4 == 0;
 }
 
+#define COUNTERS_BYTES 65536
+static_assert(COUNTERS_BYTES + FOLD_BLOCKS * FOLD_ROWS * STRIPE_COLS * sizeof(uint64_t) == X3_CUDA_COUNTER_BYTES, "counters and slots");
+
 #define MOST_ROWS_OF_A_BLOCK 64 /* a block reads the operands of as many, whatever there are */
 
 size_t x3_linear_fragment_bytes(const x3_cuda_group *g, size_t n_groups, size_t n_rows, int n_together)
@@ -216,11 +220,13 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
         p->ldy = rows[i].ldy;
         p->y_whole = aligned_for(rows[i].d_y, rows[i].ldy, rows[i].y_type);
         p->n_out = (int)g[i].n_out;
-        p->first_stripe = a->n_stripes;
+        a->first_stripe[i] = a->n_stripes;
         p->n_stripes = (int)(g[i].n_out_padded / STRIPE_COLS);
         a->n_stripes += p->n_stripes;
     }
     a->n_parts = (int)n_groups;
+    for (size_t i = n_groups; i < X3_CUDA_LINEAR_PARTS; i++)
+        a->first_stripe[i] = INT_MAX;
     a->n_together = 1;
     a->x = rows->d_x;
     a->up = rows->d_up;
@@ -235,12 +241,25 @@ void x3_linear_fill_args(linear_args *a, const x3_cuda_group *g, const x3_cuda_r
     a->n_pairs_in = (int)(g->n_in_padded / PAIR_INPUTS);
 }
 
+static divider divider_of(int by)
+{
+    divider d = {};
+
+    while ((int64_t)2 << d.shift < by)
+        d.shift++;
+    d.multiplier = (uint32_t)(((uint64_t)1 << (32 + d.shift)) / (uint64_t)by) + 1;
+    return d;
+}
+
 int x3_linear_cut(const x3_cuda_info *info, linear_args *a)
 {
     const int n_blocks = choose_blocks(info, a->n_pairs_in, a->n_stripes), n_pairs = a->n_pairs_in * a->n_stripes;
 
     a->n_pairs_each = n_pairs / n_blocks;
     a->n_pairs_more = n_pairs % n_blocks;
+    a->by_pairs_in = divider_of(a->n_pairs_in);
+    a->by_pairs_each = divider_of(a->n_pairs_each);
+    a->by_pairs_each_1 = divider_of(a->n_pairs_each + 1);
     return n_blocks;
 }
 
@@ -280,16 +299,17 @@ x3_status x3_cuda_linears(const x3_cuda_info *info, const x3_cuda_group *g, cons
     if (n_rows == 0 || n_rows > X3_CUDA_LINEAR_ROWS)
         return x3_fail(err, X3_ERR_INPUT, "linear of %zu rows: 1 to %d at a time", n_rows, X3_CUDA_LINEAR_ROWS);
     x3_linear_fill_args(&a, g, rows, n_groups);
-    if ((size_t)a.n_stripes * 2 * sizeof(int) > X3_CUDA_COUNTER_BYTES)
+    if ((size_t)a.n_stripes * 2 * sizeof(int) > COUNTERS_BYTES)
         return x3_fail(err, X3_ERR_UNSUPPORTED, "linear with %zu outputs: %d at most", (size_t)a.n_stripes * STRIPE_COLS,
-                       X3_CUDA_COUNTER_BYTES / 8 * STRIPE_COLS);
+                       COUNTERS_BYTES / 8 * STRIPE_COLS);
     a.counters = (int *)d_scratch;
+    a.slots = (uint64_t *)((char *)d_scratch + COUNTERS_BYTES);
     a.fragments = (uint4 *)((char *)d_scratch + X3_CUDA_COUNTER_BYTES);
     a.partial = (float *)((char *)a.fragments + x3_linear_fragment_bytes(g, n_groups, n_rows, 1));
 
     linear_shape shape = n_rows <= FOLD_ROWS ? LINEAR_FOLDED : n_rows <= 16 ? LINEAR_16 : n_rows <= 32 ? LINEAR_32 : LINEAR_64;
     const int n_blocks = x3_linear_cut(info, &a);
-    if (shape == LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
+    if (shape == LINEAR_FOLDED && (n_blocks > FOLD_BLOCKS || !fit(info, g->K, shape, &a, &shared_bytes)))
         shape = LINEAR_16;
     if (shape != LINEAR_FOLDED && !fit(info, g->K, shape, &a, &shared_bytes))
         return x3_fail(err, X3_ERR_UNSUPPORTED, "linear at K = %d does not fit into %zu bytes of shared memory", g->K,

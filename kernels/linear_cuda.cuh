@@ -19,7 +19,8 @@
 #define PAIR_INPUTS 32
 #define LINEAR_STAGE_PAIRS(K) ((K) <= 3 ? 2 : 1) /* pairs of a chain that arrive in shared memory together */
 #define LINEAR_SUMS_PAD 4                        /* keeps the rows of sums in different banks */
-#define FOLD_ROWS 4                   /* up to here every block rotates its own inputs */
+#define FOLD_ROWS 4                   /* up to here every block rotates its own inputs, */
+#define FOLD_BLOCKS 256               /* where there are no more blocks than this */
 
 /* One of the weights. */
 typedef struct linear_part {
@@ -30,26 +31,35 @@ typedef struct linear_part {
     size_t ldy;
     int y_whole; /* rows may be written four numbers at a time */
     int n_out;
-    int first_stripe, n_stripes;
+    int n_stripes;
 } linear_part;
 
+/* Division of 0 .. 2^31 - 1 by a number of at least 2: (n * multiplier >> 32) >> shift. */
+typedef struct divider {
+    uint32_t multiplier, shift;
+} divider;
+
+/* What the kernels read first stands first: it is one or two lines of the constant cache. */
 typedef struct linear_args {
+    int n_rows, n_in;
+    int n_pairs_in, n_stripes;             /* pairs of a stripe; stripes of all parts */
+    int n_pairs_each;                      /* of a block, */
+    int n_pairs_more;                      /* and this many blocks take one more */
+    int n_stages;                          /* of a warp's ring in shared memory */
+    int first_stripe[X3_CUDA_LINEAR_PARTS]; /* of each part; INT_MAX where there is none */
+    divider by_pairs_in, by_pairs_each, by_pairs_each_1; /* the last: n_pairs_each + 1 */
+    uint32_t multiplier, addend;           /* of the codebook: struct ones */
     linear_part parts[X3_CUDA_LINEAR_PARTS];
     int n_parts;
     const void *x, *up; /* up NULL, or the inputs are silu(x) * up */
     size_t ldx;
     x3_cuda_type x_type, y_type;
     int x_whole; /* rows may be read four numbers at a time */
-    int n_rows, n_in;
-    uint32_t multiplier, addend; /* of the codebook: struct ones */
-    int n_pairs_in, n_stripes;   /* pairs of a stripe; stripes of all parts */
-    int n_pairs_each;            /* of a block, */
-    int n_pairs_more;            /* and this many blocks take one more */
-    int n_stages;                /* of a warp's ring in shared memory */
     int n_together;              /* groups of 16 rows whose operands of a pair lie together: 1, for x3_linear_hopper 8 */
     uint4 *fragments;            /* rotated inputs as operands: [part][row / 16][unit][lane]; together, and for wgmma: [part][row / 128][pair]
                                     [row / 8 % 16][unit of the pair][input / 8][row % 8][input % 8]. Unused when folded */
     float *partial;              /* [slot][row][128], slot = block + stripe */
+    uint64_t *slots;             /* folded: [block][row][128] sums on their way, the upper half of each word zero between calls */
     int *counters;               /* [row group][stripe] segments that have arrived; zero between calls */
 } linear_args;
 
@@ -107,13 +117,23 @@ static __device__ __forceinline__ int linear_row_places(const linear_args &a)
     return (a.n_rows + 15) & ~15;
 }
 
+static __device__ __forceinline__ int divide(int n, divider d)
+{
+    return (int)(__umulhi((uint32_t)n, d.multiplier) >> d.shift);
+}
+
+static __device__ __forceinline__ int stripe_of(const linear_args &a, int pair)
+{
+    return divide(pair, a.by_pairs_in);
+}
+
 static __device__ __forceinline__ int part_of(const linear_args &a, int stripe)
 {
     int p = 0;
 
 #pragma unroll
     for (int i = 1; i < X3_CUDA_LINEAR_PARTS; i++)
-        p += i < a.n_parts && stripe >= a.parts[i].first_stripe;
+        p += stripe >= a.first_stripe[i];
     return p;
 }
 
@@ -128,7 +148,7 @@ static __device__ __forceinline__ int block_of(const linear_args &a, int pair)
 {
     const int large = a.n_pairs_more * (a.n_pairs_each + 1); /* pairs of the blocks that have one more */
 
-    return pair < large ? pair / (a.n_pairs_each + 1) : a.n_pairs_more + (pair - large) / a.n_pairs_each;
+    return pair < large ? divide(pair, a.by_pairs_each_1) : a.n_pairs_more + divide(pair - large, a.by_pairs_each);
 }
 
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
@@ -193,7 +213,7 @@ static __device__ __forceinline__ void finish_row(const linear_args &a, int stri
 {
     const int p = part_of(a, stripe);
     const linear_part &part = a.parts[p];
-    const size_t i = (size_t)(stripe - part.first_stripe) * STRIPE_COLS + 4 * lane;
+    const size_t i = (size_t)(stripe - a.first_stripe[p]) * STRIPE_COLS + 4 * lane;
 
     const uint2 scale = *(const uint2 *)(part.svh + i); /* asked for, and converted, before it is needed */
     const float2 low = __half22float2(bits_half2(scale.x)), high = __half22float2(bits_half2(scale.y));

@@ -280,8 +280,9 @@ template <typename OUT> static __device__ __forceinline__ void write_two(OUT *to
 template <typename OUT>
 static __device__ __forceinline__ void finish(const rows_args &r, float v[SUMS], int first_row, int stripe, int lane)
 {
-    const linear_part &part = r.a.parts[part_of(r.a, stripe)];
-    const int local = stripe - part.first_stripe, first = local * STRIPE_COLS + 2 * (lane & 3);
+    const int p = part_of(r.a, stripe);
+    const linear_part &part = r.a.parts[p];
+    const int local = stripe - r.a.first_stripe[p], first = local * STRIPE_COLS + 2 * (lane & 3);
     const bool whole = part.y_whole && (local + 1) * STRIPE_COLS <= part.n_out;
     __half2 svh[SUMS / 4];
 

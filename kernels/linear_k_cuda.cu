@@ -20,23 +20,42 @@ typedef struct segment {
     int begin, end, stripe;
 } segment;
 
-static __device__ __forceinline__ segment segment_first(int first, int last, int n_pairs_in)
-{
-    segment s;
+/* A block's pairs. The last segment comes first: where it is not the end of its stripe another block waits for its sums. */
+typedef struct block_pairs {
+    int first, last, rest; /* [rest, last) is the last segment */
+} block_pairs;
 
-    s.stripe = first / n_pairs_in;
-    s.begin = first;
-    s.end = min(last, (s.stripe + 1) * n_pairs_in);
+static __device__ __forceinline__ block_pairs block_pairs_of(const linear_args &a, int block)
+{
+    block_pairs b;
+
+    b.first = first_pair(a, block);
+    b.last = first_pair(a, block + 1);
+    b.rest = max(b.first, stripe_of(a, b.last - 1) * a.n_pairs_in);
+    return b;
+}
+
+static __device__ __forceinline__ segment segment_first(const linear_args &a, block_pairs b)
+{
+    segment s = {b.rest, b.last, stripe_of(a, b.last - 1)};
+
     return s;
 }
 
-/* The one after s in a block whose pairs end at `last`; s.end < last. */
-static __device__ __forceinline__ segment segment_next(segment s, int last, int n_pairs_in)
+/* Where the segment after s begins; none does at b.rest. */
+static __device__ __forceinline__ int after_segment(segment s, block_pairs b)
 {
-    s.stripe++;
-    s.begin = s.end;
-    s.end = min(last, s.end + n_pairs_in);
-    return s;
+    return s.begin == b.rest ? b.first : s.end;
+}
+
+static __device__ __forceinline__ segment segment_next(const linear_args &a, segment s, block_pairs b)
+{
+    segment next;
+
+    next.begin = after_segment(s, b);
+    next.stripe = s.begin == b.rest ? stripe_of(a, b.first) : s.stripe + 1;
+    next.end = min(b.rest, (next.stripe + 1) * a.n_pairs_in);
+    return next;
 }
 
 /* Pairs of a chain in a segment. */
@@ -46,75 +65,88 @@ static __device__ __forceinline__ int chain_pairs(segment s, int chain)
 }
 
 /* What a warp copies into its ring: the pairs of its chain, for each of its column parts in turn, segment by segment. Column
- * part p of a stripe is TILES tiles wide. A copy instruction moves 16 bytes a lane, and several units where they are small. */
-typedef struct feed {
-    const uint32_t *from; /* this lane's bytes of the next pair */
-    size_t unit_step;     /* words from a unit to the next one */
-    int n_left;           /* pairs before this column part of this segment ends; none at the very end */
+ * part p of a stripe is TILES tiles wide. A stage is the pieces of 16 bytes of its units, one unit after the other; copy c of a
+ * stage moves pieces 32 c .. 32 c + 31, one a lane. */
+#define UNIT_PIECES(TILES) ((TILES) * TILE_WORDS / 4)
+#define STAGE_COPIES(TILES) ((STAGE_UNITS * UNIT_PIECES(TILES) + X3_WARP - 1) / X3_WARP)
+
+template <int TILES, int WARPS> struct feed {
+    const char *from;    /* the first unit of the next pair */
+    uint32_t unit_bytes; /* from a unit to the next one */
+    int n_left;                           /* pairs before this column part of this segment ends; none at the very end */
     segment s;
     int columns;
-} feed;
+};
 
-/* In 16-byte pieces; units a copy instruction moves, a divisor of STAGE_UNITS. */
-#define UNIT_PIECES(TILES) ((TILES) * TILE_WORDS / 4)
-#define COPY_UNITS(TILES) \
-    (UNIT_PIECES(TILES) * 4 <= X3_WARP && STAGE_UNITS >= 4 ? 4 : UNIT_PIECES(TILES) * 2 <= X3_WARP ? 2 : 1)
-
-/* Units from the first of a stage to unit u of it. */
-static __device__ __forceinline__ int unit_distance(int u)
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void feed_point(feed<TILES, WARPS> *f, const linear_args &a, int chain, int lane)
 {
-    return 2 * N_CHAINS * (u / 2) + u % 2;
-}
+    const int p = part_of(a, f->s.stripe);
+    const linear_part &part = a.parts[p];
+    const uint32_t unit_bytes = (uint32_t)part.n_stripes * (STRIPE_TILES * TILE_WORDS * 4);
+    const int unit = 2 * (f->s.begin - f->s.stripe * a.n_pairs_in + chain);
+    const int tile = (f->s.stripe - a.first_stripe[p]) * STRIPE_TILES + f->columns * TILES;
 
-template <int TILES> static __device__ __forceinline__ void feed_point(feed *f, const linear_args &a, int chain, int lane)
-{
-    constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
-    const linear_part &part = a.parts[part_of(a, f->s.stripe)];
-    const int lane_unit = units > 1 ? lane / pieces : 0, piece = units > 1 ? lane % pieces : lane;
-    const int unit = 2 * (f->s.begin - f->s.stripe * a.n_pairs_in + chain) + unit_distance(lane_unit);
-    const size_t tile = (size_t)(f->s.stripe - part.first_stripe) * STRIPE_TILES + f->columns * TILES;
-
-    f->unit_step = (size_t)part.n_stripes * STRIPE_TILES * TILE_WORDS;
+    f->unit_bytes = unit_bytes;
     f->n_left = chain_pairs(f->s, chain);
-    f->from = part.words + unit * f->unit_step + tile * TILE_WORDS + piece * 4;
+    f->from = (const char *)part.words + (size_t)unit * unit_bytes + (size_t)tile * (TILE_WORDS * 4);
 }
 
 /* Goes on to where there is something left. */
 template <int TILES, int WARPS>
-static __device__ __forceinline__ void feed_settle(feed *f, const linear_args &a, int last, int chain, int lane)
+static __device__ __forceinline__ void feed_settle(feed<TILES, WARPS> *f, const linear_args &a, block_pairs b, int chain, int lane)
 {
     const int beside = WARPS / N_CHAINS; /* column parts that other warps take at the same time */
 
-    while (f->n_left <= 0 && (f->s.end < last || f->columns + beside < STRIPE_TILES / TILES)) {
+    while (f->n_left <= 0 && (after_segment(f->s, b) < b.rest || f->columns + beside < STRIPE_TILES / TILES)) {
         f->columns += beside;
         if (f->columns >= STRIPE_TILES / TILES) {
             f->columns %= beside;
-            f->s = segment_next(f->s, last, a.n_pairs_in);
+            f->s = segment_next(a, f->s, b);
         }
-        feed_point<TILES>(f, a, chain, lane);
+        feed_point<TILES, WARPS>(f, a, chain, lane);
     }
 }
 
-/* Starts copying the next stage, as one group. */
-template <int TILES, int WARPS>
-static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a, uint32_t *stage, int last, int chain, int lane)
+/* Bytes from a stage's first unit to this lane's piece of copy c. */
+template <int TILES> static __device__ __forceinline__ uint32_t piece_offset(int c, int lane, uint32_t unit_bytes)
 {
-    constexpr int units = COPY_UNITS(TILES), pieces = UNIT_PIECES(TILES);
-    const int lane_unit = units > 1 ? lane / pieces : 0;
+    const int i = c * X3_WARP + lane, u = i / UNIT_PIECES(TILES);
+
+    return (uint32_t)(2 * N_CHAINS * (u / 2) + u % 2) * unit_bytes + (uint32_t)(i % UNIT_PIECES(TILES)) * 16;
+}
+
+/* Starts copying the next stage, as one group. to: this lane's 16 bytes of it. */
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void feed_stage(feed<TILES, WARPS> *f, const linear_args &a, uint32_t *to, block_pairs b, int chain, int lane)
+{
+    constexpr int pieces = UNIT_PIECES(TILES);
 
     if (f->n_left > 0) {
 #pragma unroll
-        for (int u = 0; u < STAGE_UNITS; u += units)
-#pragma unroll
-            for (int p = 0; p < pieces * units; p += X3_WARP)
-                if ((u + lane_unit) / 2 < f->n_left && (pieces * units - p >= X3_WARP || lane < pieces * units - p))
-                    copy_async_16(stage + u * TILES * TILE_WORDS + (p + lane) * 4, f->from + unit_distance(u) * f->unit_step + p * 4);
-        f->from += 2 * N_CHAINS * STAGE_PAIRS * f->unit_step;
+        for (int c = 0; c < STAGE_COPIES(TILES); c++) {
+            const int rest = STAGE_UNITS * pieces - c * X3_WARP, pair = (c * X3_WARP + lane) / (2 * pieces);
+            if ((rest >= X3_WARP || lane < rest) && (STAGE_PAIRS == 1 || pair < f->n_left))
+                copy_async_16(to + c * X3_WARP * 4, f->from + piece_offset<TILES>(c, lane, f->unit_bytes));
+        }
+        f->from += 2 * N_CHAINS * STAGE_PAIRS * f->unit_bytes;
         f->n_left -= STAGE_PAIRS;
         if (f->n_left <= 0)
-            feed_settle<TILES, WARPS>(f, a, last, chain, lane);
+            feed_settle<TILES, WARPS>(f, a, b, chain, lane);
     }
     copy_async_commit();
+}
+
+/* Waits for the next stage of a ring of n_stages. */
+static __device__ __forceinline__ void feed_wait(int n_stages)
+{
+    if (n_stages == 4)
+        copy_async_wait<2>();
+    else if (n_stages == 3)
+        copy_async_wait<1>();
+    else
+        copy_async_wait<0>();
+    __syncwarp();
 }
 
 /* ---- inputs ------------------------------------------------------------------------------------------------------ */
@@ -123,9 +155,9 @@ static __device__ __forceinline__ void feed_stage(feed *f, const linear_args &a,
  * zeros as a row of a pair takes, for lanes without a row. */
 #define ROTATED_AT_ONCE 2 /* 128-blocks that a warp has on the way together */
 
-/* Scales of the warp's first 128-blocks: weights, which may be read before the kernel before this one is done. */
 typedef struct rotation {
-    uint2 scales[ROTATED_AT_ONCE];
+    uint2 scales[ROTATED_AT_ONCE]; /* weights, which may be read before the kernel before this one is done */
+    float v[ROTATED_AT_ONCE][4];   /* inputs of one row */
 } rotation;
 
 /* First and last 128-block of a segment, in its stripe. */
@@ -136,56 +168,83 @@ static __device__ __forceinline__ int2 blocks_of(const linear_args &a, segment s
     return make_int2((s.begin - base) / 4, (s.end - base + 3) / 4);
 }
 
-static __device__ __forceinline__ void load_rotation(rotation *r, const linear_args &a, int p, int block, int end, int n_warps, int lane)
+static __device__ __forceinline__ void load_rotation_scales(rotation *r, const linear_args &a, int p, int block, int end, int n_warps, int lane)
 {
 #pragma unroll
     for (int i = 0; i < ROTATED_AT_ONCE; i++)
         r->scales[i] = load_scales(a, p, min(block + i * n_warps, end - 1), lane);
 }
 
+static __device__ __forceinline__ void load_rotation_inputs(rotation *r, const linear_args &a, int row, int block, int end, int n_warps, int lane)
+{
+#pragma unroll
+    for (int i = 0; i < ROTATED_AT_ONCE; i++)
+        load_inputs(a, row, min(block + i * n_warps, end - 1), lane, r->v[i]);
+}
+
+/* rotate_loaded with half its exchanges between lanes, the same additions: in every step two lanes swap the one half of their numbers
+ * that the other one needs. Numbers 2 i + h of lane l are then input 2 i + (l & 1) + 4 (l >> 1) + 64 h of the 128. */
+static __device__ __forceinline__ void rotate_swapping(float v[4], uint2 scale, int lane)
+{
+    scale_by(v, scale);
+    const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    v[0] = a + c;
+    v[1] = b + d;
+    v[2] = a - c;
+    v[3] = b - d;
+#pragma unroll
+    for (int stride = 1; stride < X3_WARP; stride *= 2)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            const bool upper = lane & stride;
+            const float kept = upper ? v[e + 1] : v[e], given = __shfl_xor_sync(X3_ALL_LANES, upper ? v[e] : v[e + 1], stride);
+            v[e] = kept + given;
+            v[e + 1] = upper ? given - kept : kept - given;
+        }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        v[e] *= 0.08838834764831845f;
+}
+
+/* v: of rotate_swapping. Words lie as operand_word says. */
 static __device__ __forceinline__ void store_folded(uint32_t *inputs, const linear_args &a, segment s, int first, int row, int block,
                                                     const float v[4], int lane)
 {
-    const int pair = s.stripe * a.n_pairs_in + block * 4 + (lane >> 3);
-    uint32_t words[2];
+    const int pair = s.stripe * a.n_pairs_in + block * 4 + (lane >> 4);
+    uint32_t *to = inputs + ((pair - first) * a.n_rows + row) * LINEAR_PAIR_WORDS + (lane >> 3 & 1) * 8 + 4 * (lane & 1) + (lane & 2) +
+                   (lane >> 2 & 1);
 
-    operand_words(v, words);
-    if (pair >= s.begin && pair < s.end) {
-        uint32_t *to = inputs + ((pair - first) * a.n_rows + row) * LINEAR_PAIR_WORDS + (lane >> 2 & 1) * 8;
-        to[operand_word(lane, 0)] = words[0];
-        to[operand_word(lane, 1)] = words[1];
-    }
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (pair + 2 * h >= s.begin && pair + 2 * h < s.end)
+            to[2 * h * a.n_rows * LINEAR_PAIR_WORDS] = half2_bits(__floats2half2_rn(v[h], v[2 + h]));
 }
 
-/* r: of segment s. */
-static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, rotation r, segment s, int last, int warp,
+/* r: scales and row 0 of the warp's first blocks of segment s. */
+static __device__ __forceinline__ void rotate_for_block(const linear_args &a, uint32_t *inputs, rotation r, segment s, block_pairs b, int warp,
                                                         int n_warps, int lane)
 {
-    const int first = s.begin;
-
     if (threadIdx.x < LINEAR_PAIR_WORDS)
         inputs[threadIdx.x] = 0;
     inputs += LINEAR_PAIR_WORDS;
-    for (bool loaded = true;; s = segment_next(s, last, a.n_pairs_in), loaded = false) {
+    for (bool loaded = true;; s = segment_next(a, s, b), loaded = false) {
         const int p = part_of(a, s.stripe);
         const int2 blocks = blocks_of(a, s);
         for (int block = blocks.x + warp; block < blocks.y; block += ROTATED_AT_ONCE * n_warps, loaded = false) {
             if (!loaded)
-                load_rotation(&r, a, p, block, blocks.y, n_warps, lane);
+                load_rotation_scales(&r, a, p, block, blocks.y, n_warps, lane);
             for (int row = 0; row < a.n_rows; row++) {
-                float v[ROTATED_AT_ONCE][4];
-#pragma unroll
-                for (int i = 0; i < ROTATED_AT_ONCE; i++)
-                    load_inputs(a, row, min(block + i * n_warps, blocks.y - 1), lane, v[i]);
+                if (!loaded || row > 0)
+                    load_rotation_inputs(&r, a, row, block, blocks.y, n_warps, lane);
 #pragma unroll
                 for (int i = 0; i < ROTATED_AT_ONCE; i++) {
-                    rotate_loaded(v[i], r.scales[i], lane);
+                    rotate_swapping(r.v[i], r.scales[i], lane);
                     if (block + i * n_warps < blocks.y)
-                        store_folded(inputs, a, s, first, row, block + i * n_warps, v[i], lane);
+                        store_folded(inputs, a, s, b.first, row, block + i * n_warps, r.v[i], lane);
                 }
             }
         }
-        if (s.end == last)
+        if (after_segment(s, b) == b.rest)
             break;
     }
     __syncthreads();
@@ -241,14 +300,78 @@ static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float 
     }
 }
 
-/* Brings the scales of a block's first and last stripe near: what finishes a stripe needs them at once. */
-static __device__ __forceinline__ void prefetch_scales(const linear_args &a, segment s, int last, int lane)
+/* Folded: a segment's sums go to the block that has the last segment of the stripe, each with a mark beside it in one store of 8 bytes, so
+ * that the other one need not wait for a fence and a counter. It waits for blocks before it alone, which are started before it. */
+static __device__ __forceinline__ void send_sum(uint64_t *slot, float sum)
 {
-    const int stripe = lane < 16 ? s.stripe : (last - 1) / a.n_pairs_in;
-    const linear_part &part = a.parts[part_of(a, stripe)];
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"((uint64_t)1 << 32 | __float_as_uint(sum)) : "memory");
+}
+
+static __device__ __forceinline__ float receive_sum(uint64_t *slot)
+{
+    uint64_t word;
+
+    do {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(slot) : "memory");
+    } while (word >> 32 == 0);
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"((uint64_t)0) : "memory");
+    return __uint_as_float((uint32_t)word);
+}
+
+/* Folded: adds the chains of segment s; its sums are sent on, or y is finished. */
+template <int TILES, int WARPS>
+static __device__ __forceinline__ void hand_over(const linear_args &a, const float (*acc)[4], float *sums, segment s, int chain, int warp,
+                                                 int lane)
+{
+    constexpr int ld = STRIPE_COLS + LINEAR_SUMS_PAD, row_slots = FOLD_ROWS * STRIPE_COLS;
+    static_assert(WARPS / N_CHAINS * TILES == STRIPE_TILES, "a stripe in one pass");
+    const int row = 2 * (lane & 3), column = warp / N_CHAINS * TILES * X3_TILE + (lane >> 2), n = a.n_rows;
+    const bool is_last = s.end == (s.stripe + 1) * a.n_pairs_in;
+    const int block = (int)blockIdx.x, from = is_last ? block_of(a, s.stripe * a.n_pairs_in) : block;
+    float *to = sums + (chain * n + row) * ld + column;
+
+    __syncthreads(); /* the previous sums are read */
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (row + (i & 1) < n)
+                to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[t][i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n * STRIPE_COLS; i += WARPS * X3_WARP) {
+        float *mine = sums + i / STRIPE_COLS * ld + i % STRIPE_COLS;
+        float sum = mine[0];
+#pragma unroll
+        for (int k = 1; k < N_CHAINS; k++)
+            sum += mine[k * n * ld];
+        if (!is_last) {
+            send_sum(a.slots + (size_t)block * row_slots + i, sum);
+        } else if (from < block) {
+            float before = receive_sum(a.slots + (size_t)from * row_slots + i);
+            for (int b = from + 1; b < block; b++)
+                before += receive_sum(a.slots + (size_t)b * row_slots + i);
+            sum = before + sum;
+        }
+        mine[0] = sum;
+    }
+    if (!is_last)
+        return;
+    __syncthreads();
+    for (int r = warp; r < n; r += WARPS) {
+        const float4 f = *(const float4 *)(sums + r * ld + 4 * lane);
+        float v[4] = {f.x, f.y, f.z, f.w};
+        finish_row(a, s.stripe, r, v, lane);
+    }
+}
+
+/* Brings the scales of a block's first and last stripe near: what finishes a stripe needs them at once. */
+static __device__ __forceinline__ void prefetch_scales(const linear_args &a, block_pairs b, int lane)
+{
+    const int stripe = stripe_of(a, lane < 16 ? b.first : b.last - 1);
+    const int p = part_of(a, stripe);
 
     if (threadIdx.x < X3_WARP && lane % 16 < 2)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(part.svh + (size_t)(stripe - part.first_stripe) * STRIPE_COLS + lane % 16 * 64));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(a.parts[p].svh + (size_t)(stripe - a.first_stripe[p]) * STRIPE_COLS + lane % 16 * 64));
 }
 
 /* y of one stripe from the partial sums of its n_slots segments. A warp a row. */
@@ -290,106 +413,150 @@ static __device__ __forceinline__ bool last_to_arrive(const linear_args &a, int 
 
 /* ---- the kernel ---------------------------------------------------------------------------------------------------- */
 
-/* acc += the inputs of a pair times its tiles. */
-template <int CODEBOOK, int GROUPS, int TILES>
-static __device__ __forceinline__ void multiply(float (*acc)[TILES][4], const uint32_t in[2][GROUPS][2], const uint32_t *tiles,
-                                                lane_bits bits, ones o)
+/* The weights of a pair. */
+template <int CODEBOOK, int TILES>
+static __device__ __forceinline__ void decode_pair_tiles(uint32_t w[TILES][2][4], const uint32_t *tiles, lane_bits bits, ones o)
 {
-    uint32_t w[TILES][2][4];
-
 #pragma unroll
     for (int u = 0; u < 2; u++)
 #pragma unroll
         for (int t = 0; t < TILES; t++)
             decode_tile<X3_K, CODEBOOK>(tiles + (u * TILES + t) * TILE_WORDS, bits, o, w[t][u]);
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++)
-        multiply_pair<TILES>(acc[g], w, in[0][g], in[1][g]);
 }
 
-/* Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles each; a thread keeps GROUPS groups
- * of 8 rows. */
-template <int CODEBOOK, int GROUPS, int TILES, int WARPS, bool FOLDED>
+#define EARLY_STAGES 1 /* on their way before the inputs: as much as is needed first */
+
+/* What all threads of a warp know of their work, and what a lane reads with. */
+template <int CODEBOOK> static __device__ __forceinline__ void keep_in_registers(lane_bits *bits, ones *o)
+{
+    bits->word = (int)opaque((uint32_t)bits->word);
+    bits->before = (int)opaque((uint32_t)bits->before);
+    bits->before2 = X3_K >= 5 ? (int)opaque((uint32_t)bits->before2) : 0;
+    bits->shift = X3_K % 4 != 0 ? opaque(bits->shift) : 0;
+    o->b[0] = opaque(o->b[0]);
+    o->b[1] = opaque(o->b[1]);
+}
+
+/* Up to FOLD_ROWS rows. Warp w takes chain w % 8 and column part w / 8, of TILES tiles. */
+template <int CODEBOOK, int TILES, int WARPS>
+static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear_folded(const __grid_constant__ linear_args a)
+{
+    constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS;
+    extern __shared__ __align__(16) uint32_t shared[];
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
+    const block_pairs b = block_pairs_of(a, (int)blockIdx.x);
+    const int n_stages = a.n_stages, ring_end = n_stages * stage_words;
+    lane_bits bits = lane_bits_of<X3_K>(lane);
+    ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
+    uint32_t *ring = shared + warp * ring_end;
+    float *sums = (float *)(shared + WARPS * ring_end);
+    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * a.n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD));
+
+    keep_in_registers<CODEBOOK>(&bits, &o);
+    release_next_kernel();
+    segment s = segment_first(a, b);
+    rotation r;
+    const int2 blocks = blocks_of(a, s);
+    const int block = min(blocks.x + warp, blocks.y - 1);
+    load_rotation_scales(&r, a, part_of(a, s.stripe), block, blocks.y, WARPS, lane);
+    feed<TILES, WARPS> f;
+    f.s = s;
+    f.columns = warp / N_CHAINS;
+    feed_point<TILES, WARPS>(&f, a, chain, lane);
+    feed_settle<TILES, WARPS>(&f, a, b, chain, lane);
+    for (int i = 0; i < EARLY_STAGES; i++)
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words + lane * 4, b, chain, lane);
+    prefetch_scales(a, b, lane);
+    wait_for_previous_kernel();
+    load_rotation_inputs(&r, a, 0, block, blocks.y, WARPS, lane); /* ahead of most stages in the queues of memory */
+    for (int i = EARLY_STAGES; i < n_stages - 1; i++)
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words + lane * 4, b, chain, lane);
+    rotate_for_block(a, inputs, r, s, b, warp, WARPS, lane);
+
+    int now = 0, before = ring_end - stage_words; /* the stage that is used, and the one used before it, in words */
+    for (;; s = segment_next(a, s, b)) {
+        const bool has_row = lane >> 2 < a.n_rows;
+        float acc[TILES][4] = {};
+        const uint32_t *folded = inputs + 2 * (lane & 3) +
+                                 (has_row ? (1 + (s.begin + chain - b.first) * a.n_rows + (lane >> 2)) * LINEAR_PAIR_WORDS : 0);
+        const int folded_step = has_row ? N_CHAINS * a.n_rows * LINEAR_PAIR_WORDS : 0;
+        auto multiply_pair_of_stage = [&](int p) {
+            const uint2 in[2] = {*(const uint2 *)folded, *(const uint2 *)(folded + 8)};
+            const uint32_t in0[2] = {in[0].x, in[0].y}, in1[2] = {in[1].x, in[1].y};
+            uint32_t w[TILES][2][4];
+            folded += folded_step;
+            decode_pair_tiles<CODEBOOK, TILES>(w, ring + now + p * 2 * TILES * TILE_WORDS, bits, o);
+            multiply_pair<TILES>(acc, w, in0, in1);
+        };
+        for (int n_left = chain_pairs(s, chain); n_left > 0; n_left -= STAGE_PAIRS) {
+            feed_wait(n_stages);
+            feed_stage<TILES, WARPS>(&f, a, ring + before + lane * 4, b, chain, lane);
+            if (n_left >= STAGE_PAIRS) {
+#pragma unroll
+                for (int p = 0; p < STAGE_PAIRS; p++)
+                    multiply_pair_of_stage(p);
+            } else {
+                multiply_pair_of_stage(0);
+            }
+            before = now;
+            now = now + stage_words == ring_end ? 0 : now + stage_words;
+        }
+        hand_over<TILES, WARPS>(a, acc, sums, s, chain, warp, lane);
+        if (after_segment(s, b) == b.rest)
+            break;
+    }
+}
+
+/* More rows: a thread keeps GROUPS groups of 8. Warp w takes chain w % 8 and column parts w / 8, w / 8 + WARPS / 8, .. of TILES tiles
+ * each. */
+template <int CODEBOOK, int GROUPS, int TILES, int WARPS>
 static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_constant__ linear_args a)
 {
     constexpr int stage_words = STAGE_UNITS * TILES * TILE_WORDS, passes = STRIPE_TILES / TILES * N_CHAINS / WARPS;
-    constexpr int pair_unroll = FOLDED ? STAGE_PAIRS : 1;
     extern __shared__ __align__(16) uint32_t shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(X3_ALL_LANES, threadIdx.x >> 5, 0), chain = warp % N_CHAINS;
-    const int first = first_pair(a, blockIdx.x), last = first_pair(a, blockIdx.x + 1);
+    const block_pairs b = block_pairs_of(a, (int)blockIdx.x);
     const int first_row = blockIdx.y * GROUPS * 8, n_rows = min(a.n_rows - first_row, GROUPS * 8), places = linear_row_places(a);
     const size_t slot_floats = (size_t)a.n_rows * STRIPE_COLS, block_step = (size_t)a.n_pairs_in * 2 * X3_WARP;
     lane_bits bits = lane_bits_of<X3_K>(lane);
     ones o = ones_of<CODEBOOK>(lane, a.multiplier, a.addend);
     uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
     float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
-    uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * min(n_rows, 8) * (WARPS / N_CHAINS * TILES * X3_TILE + LINEAR_SUMS_PAD)); /* folded alone */
 
-    bits.word = (int)opaque((uint32_t)bits.word);
-    bits.before = (int)opaque((uint32_t)bits.before);
-    bits.before2 = X3_K >= 5 ? (int)opaque((uint32_t)bits.before2) : 0;
-    bits.shift = X3_K % 4 != 0 ? opaque(bits.shift) : 0;
-    o.b[0] = opaque(o.b[0]);
-    o.b[1] = opaque(o.b[1]);
+    keep_in_registers<CODEBOOK>(&bits, &o);
     release_next_kernel();
-    feed f = {};
-    segment s = segment_first(first, last, a.n_pairs_in);
+    segment s = segment_first(a, b);
+    feed<TILES, WARPS> f;
     f.s = s;
     f.columns = warp / N_CHAINS;
-    feed_point<TILES>(&f, a, chain, lane);
-    feed_settle<TILES, WARPS>(&f, a, last, chain, lane);
+    feed_point<TILES, WARPS>(&f, a, chain, lane);
+    feed_settle<TILES, WARPS>(&f, a, b, chain, lane);
     for (int i = 0; i < a.n_stages - 1; i++)
-        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words, last, chain, lane);
-    rotation r;
-    if (FOLDED) {
-        const int2 blocks = blocks_of(a, s);
-        load_rotation(&r, a, part_of(a, s.stripe), min(blocks.x + warp, blocks.y - 1), blocks.y, WARPS, lane);
-        prefetch_scales(a, s, last, lane);
-    }
+        feed_stage<TILES, WARPS>(&f, a, ring + i * stage_words + lane * 4, b, chain, lane);
     wait_for_previous_kernel();
-    if (FOLDED)
-        rotate_for_block(a, inputs, r, s, last, warp, WARPS, lane);
 
     int now = 0;
-    for (;; s = segment_next(s, last, a.n_pairs_in)) {
+    for (;; s = segment_next(a, s, b)) {
         float *partial = a.partial + (blockIdx.x + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS;
         const int pair = s.begin + chain - s.stripe * a.n_pairs_in, part = part_of(a, s.stripe);
         for (int pass = 0; pass < passes; pass++) {
-            const bool has_row = lane >> 2 < a.n_rows;
             float acc[GROUPS][TILES][4] = {};
-            const uint32_t *folded = inputs + 2 * (lane & 3) +
-                                     (has_row ? (1 + (s.begin + chain - first) * a.n_rows + (lane >> 2)) * LINEAR_PAIR_WORDS : 0);
-            const int folded_step = has_row ? N_CHAINS * a.n_rows * LINEAR_PAIR_WORDS : 0;
             const uint4 *operands = a.fragments + (part * (places / 16) + blockIdx.y * (GROUPS / 2)) * block_step + pair * 2 * X3_WARP + lane;
             for (int n_left = chain_pairs(s, chain); n_left > 0; n_left -= STAGE_PAIRS) {
-                if (a.n_stages == 4)
-                    copy_async_wait<2>();
-                else if (a.n_stages == 3)
-                    copy_async_wait<1>();
-                else
-                    copy_async_wait<0>();
-                __syncwarp();
+                feed_wait(a.n_stages);
                 const uint32_t *stage = ring + now * stage_words;
-                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words, last, chain, lane);
-#pragma unroll(pair_unroll)
+                feed_stage<TILES, WARPS>(&f, a, ring + (now == 0 ? a.n_stages - 1 : now - 1) * stage_words + lane * 4, b, chain, lane);
+#pragma unroll 1
                 for (int p = 0; p < STAGE_PAIRS; p++) {
                     if (p >= n_left)
                         break;
-                    const uint32_t *tiles = stage + p * 2 * TILES * TILE_WORDS;
-                    uint32_t in[2][GROUPS][2];
-                    if constexpr (FOLDED) {
+                    uint32_t in[2][GROUPS][2], w[TILES][2][4];
+                    operands_load<GROUPS>(operands, block_step, in);
+                    operands += 2 * N_CHAINS * X3_WARP;
+                    decode_pair_tiles<CODEBOOK, TILES>(w, stage + p * 2 * TILES * TILE_WORDS, bits, o);
 #pragma unroll
-                        for (int u = 0; u < 2; u++) {
-                            const uint2 h = *(const uint2 *)(folded + 8 * u);
-                            in[u][0][0] = h.x;
-                            in[u][0][1] = h.y;
-                        }
-                        folded += folded_step;
-                    } else {
-                        operands_load<GROUPS>(operands, block_step, in);
-                        operands += 2 * N_CHAINS * X3_WARP;
-                    }
-                    multiply<CODEBOOK, GROUPS, TILES>(acc, in, tiles, bits, o);
+                    for (int g = 0; g < GROUPS; g++)
+                        multiply_pair<TILES>(acc[g], w, in[0][g], in[1][g]);
                 }
                 now = now + 1 == a.n_stages ? 0 : now + 1;
             }
@@ -399,7 +566,7 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
         if (last_to_arrive(a, a.counters + blockIdx.y * a.n_stripes + s.stripe, s.stripe, &from, &to))
             finish_stripe(a, a.partial + (from + s.stripe) * slot_floats + (size_t)first_row * STRIPE_COLS, to - from + 1,
                           slot_floats, s.stripe, first_row, n_rows, warp, WARPS, lane);
-        if (s.end == last)
+        if (after_segment(s, b) == b.rest)
             break;
     }
 }
@@ -661,12 +828,11 @@ template <int CODEBOOK> static void fill(linear_kernels *k)
 {
     const int d = decoder_of((x3_codebook)CODEBOOK);
 
-#define SHAPE(s, folded) \
-    (const void *)linear<CODEBOOK, LINEAR_GROUPS(s), LINEAR_TILES(s), LINEAR_WARPS(s), folded>
-    k->linear[d][LINEAR_FOLDED] = SHAPE(LINEAR_FOLDED, true);
-    k->linear[d][LINEAR_16] = SHAPE(LINEAR_16, false);
-    k->linear[d][LINEAR_32] = SHAPE(LINEAR_32, false);
-    k->linear[d][LINEAR_64] = SHAPE(LINEAR_64, false);
+#define SHAPE(s) (const void *)linear<CODEBOOK, LINEAR_GROUPS(s), LINEAR_TILES(s), LINEAR_WARPS(s)>
+    k->linear[d][LINEAR_FOLDED] = (const void *)linear_folded<CODEBOOK, LINEAR_TILES(LINEAR_FOLDED), LINEAR_WARPS(LINEAR_FOLDED)>;
+    k->linear[d][LINEAR_16] = SHAPE(LINEAR_16);
+    k->linear[d][LINEAR_32] = SHAPE(LINEAR_32);
+    k->linear[d][LINEAR_64] = SHAPE(LINEAR_64);
 #undef SHAPE
     k->reconstruct[d][X3_CUDA_F32] = (const void *)reconstruct<CODEBOOK, float>;
     k->reconstruct[d][X3_CUDA_F16] = (const void *)reconstruct<CODEBOOK, __half>;
