@@ -103,7 +103,7 @@ static __device__ __forceinline__ void store_queries(uint4 *to, const float *row
 /* ---- a page ---------------------------------------------------------------------------------------------------------- */
 
 /* Scores and weights. A row sees positions from[i] .. to[i] of the page. */
-template <int TYPE>
+template <int TYPE, int BLOCKS_AT_ONCE>
 static __device__ __forceinline__ void page_weights(const uint4 *queries, const rows_of &keys, const char *value_scales, int k_dim,
                                                     float scale, const int from[2], const int to[2], page_sums *out, int lane)
 {
@@ -113,6 +113,7 @@ static __device__ __forceinline__ void page_weights(const uint4 *queries, const 
 #pragma unroll
     for (int j = 0; j < 8; j++)
         s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0;
+#pragma unroll(BLOCKS_AT_ONCE)
     for (int block = 0; block < k_dim / 32; block++) {
         const uint4 *a = queries + block * 4 * X3_WARP + lane;
         const uint4 h0 = a[0], l0 = a[X3_WARP], h1 = a[2 * X3_WARP], l1 = a[3 * X3_WARP];
@@ -285,7 +286,7 @@ template <int TYPE> static __global__ void __launch_bounds__(THREADS, 1) attend_
             const int from[2] = {a.window > 0 ? to[0] + 1 - a.window : 0, a.window > 0 ? to[1] + 1 - a.window : 0};
             float before[2], of_page[2];
             page_sums p;
-            page_weights<TYPE>(queries, keys, values.scales, k_dim, a.scale, from, to, &p, lane);
+            page_weights<TYPE, 1>(queries, keys, values.scales, k_dim, a.scale, from, to, &p, lane);
             for (int i = 0; i < 2; i++)
                 merge(&M[i], &L[i], p.m[i], p.l[i], &before[i], &of_page[i]);
 #pragma unroll
@@ -329,7 +330,7 @@ static __device__ __forceinline__ void decode_page(const attend_args &a, const u
     page_sums p;
 
     page_places(a, page, kv_head, part, &keys, &values);
-    page_weights<TYPE>(queries, keys, values.scales, (int)a.kv.k_dim, a.scale, from, last, &p, lane);
+    page_weights<TYPE, 4>(queries, keys, values.scales, (int)a.kv.k_dim, a.scale, from, last, &p, lane);
 #pragma unroll
     for (int c = 0; c < V_GROUPS; c += TOGETHER) { /* columns are a multiple of 32 */
         float v[TOGETHER][4];
@@ -348,6 +349,19 @@ static __device__ __forceinline__ void decode_page(const attend_args &a, const u
             *(float2 *)(to + ((lane >> 2) + 8 * i) * ld + n_columns) = make_float2(p.m[i], p.l[i]);
 }
 
+/* Brings a page near. The row that the kernel in front may still be writing is read again from there. */
+template <int TYPE> static __device__ __forceinline__ void prefetch_page(const attend_args &a, size_t page, int kv_head, int part, int lane)
+{
+    rows_of keys, values;
+    const staged g = staged_of((x3_kv_type)TYPE, (int)a.kv.k_dim, min(V_PART, (int)a.kv.v_dim - part * V_PART));
+
+    page_places(a, page, kv_head, part, &keys, &values);
+    for (int i = lane * 128; i < PAGE * g.key_row; i += X3_WARP * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(keys.numbers + i));
+    for (int i = lane * 128; i < g.n_value_rows * g.value_row; i += X3_WARP * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(values.numbers + i));
+}
+
 /* A block: one sequence, KV head, part, up to 16 of its heads. In pieces (PIECES): WARPS pages, whose sums go to memory. Else
  * all pages, WARPS at a time, merged in shared memory. */
 template <int TYPE, bool PIECES> static __global__ void __launch_bounds__(THREADS) attend_one(const __grid_constant__ attend_args a)
@@ -357,13 +371,16 @@ template <int TYPE, bool PIECES> static __global__ void __launch_bounds__(THREAD
     const int group = blockIdx.y % a.n_groups, part = blockIdx.y / a.n_groups % a.n_parts, kv_head = blockIdx.y / a.n_groups / a.n_parts;
     const int n_heads = min(ROWS, a.n_repeat - group * ROWS), head = kv_head * a.n_repeat + group * ROWS;
     const int n_columns = min(V_PART, (int)a.kv.v_dim - part * V_PART), ld = n_columns + 2;
-    begin_in_turn();
-    const x3_cuda_sequence s = a.batch.d_sequences[blockIdx.z];
+    release_next_kernel();
+    const x3_cuda_sequence s = a.batch.d_sequences[blockIdx.z]; /* no kernel writes it */
     const int first = a.window > 0 ? max(0, s.position + 1 - a.window) / PAGE : 0, end = s.position / PAGE + 1;
     const int begin = PIECES ? (int)blockIdx.x * WARPS : first, stop = PIECES ? min(end, begin + WARPS) : end;
     uint4 *queries = (uint4 *)shared;
     float *sums = (float *)(queries + (k_dim / 16) * 2 * X3_WARP); /* [WARPS][n_heads][ld] */
 
+    if (s.n_rows != 0 && begin + warp < stop)
+        prefetch_page<TYPE>(a, (size_t)a.batch.d_pages[s.first_page + begin + warp], kv_head, part, lane);
+    wait_for_previous_kernel();
     if (s.n_rows == 0 || begin >= stop)
         return;
     const float *q = a.q + (size_t)s.first_row * a.ldq + (size_t)head * k_dim;

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #define FLAT_THREADS 256
+#define PICK_ROWS 32768 /* of one launch */
 
 static dim3 flat_grid(size_t n)
 {
@@ -13,35 +14,101 @@ static dim3 flat_grid(size_t n)
 
 /* ---- norm ----------------------------------------------------------------------------------------------------------- */
 
-/* WARPS warps a row, 8 / WARPS rows a block. */
-template <int WARPS>
-static __global__ void __launch_bounds__(8 * X3_WARP) rms_norm(const float *x, size_t ldx, size_t n_rows, size_t n,
-                                                              const float *weight, float eps, float *out, size_t ldo)
+#define NORM_WARPS 8
+#define NORM_AT_ONCE 8
+
+/* Numbers that a thread of a norm keeps in registers; longer rows are read twice. */
+#define NORM_KEPT(WARPS) ((WARPS) == 1 ? 16 : 32)
+
+/* Sum over the WARPS warps of a row, the same in all their threads. */
+template <int WARPS> static __device__ __forceinline__ float sum_of_row(float sum, float *sums)
 {
-    __shared__ float sums[8];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % WARPS;
-    const size_t row = (size_t)blockIdx.x * (8 / WARPS) + warp / WARPS;
-    const float *from = x + row * ldx;
+    sum = warp_sum(sum);
+    if (WARPS == 1)
+        return sum;
+    if (threadIdx.x % X3_WARP == 0)
+        sums[threadIdx.x / X3_WARP] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < WARPS; w++)
+        sum += sums[w];
+    return sum;
+}
+
+/* out = norm(x), or norm(x + y) with x += y where ADD. WARPS warps a row, 8 / WARPS rows a block; thread t of a row takes numbers t,
+ * t + 32 WARPS, .. The bits do not depend on whether they are kept. All reads are asked for before the first is needed, the weights, which
+ * no kernel writes, before the kernel in front is done. */
+template <int WARPS, bool ADD, bool KEPT>
+static __global__ void __launch_bounds__(NORM_WARPS *X3_WARP) norm_rows(float *x, size_t ldx, const float *y, size_t n_rows, size_t n,
+                                                                       const float *weight, float eps, float *out, size_t ldo)
+{
+    constexpr int threads = WARPS * X3_WARP, kept = NORM_KEPT(WARPS);
+    __shared__ float sums[NORM_WARPS];
+    const int thread = threadIdx.x % threads;
+    const size_t row = (size_t)blockIdx.x * (NORM_WARPS / WARPS) + threadIdx.x / threads;
+    const bool is_row = row < n_rows;
+    float *from = x + row * ldx, *to = out + row * ldo;
     float sum = 0;
 
-    begin_in_turn();
-    if (row < n_rows)
-        for (size_t i = part * X3_WARP + lane; i < n; i += WARPS * X3_WARP)
-            sum = fmaf(from[i], from[i], sum);
-    sum = warp_sum(sum);
-    if (WARPS > 1) {
-        if (lane == 0)
-            sums[warp] = sum;
-        __syncthreads();
-        sum = 0;
-        for (int w = 0; w < WARPS; w++)
-            sum += sums[w];
+    release_next_kernel();
+    if constexpr (!KEPT) {
+        wait_for_previous_kernel();
+        for (size_t i = thread; is_row && i < n; i += threads) {
+            const float one = ADD ? from[i] + y[row * n + i] : from[i];
+            if (ADD)
+                from[i] = one;
+            sum = fmaf(one, one, sum);
+        }
+        const float r = 1.0f / sqrtf(sum_of_row<WARPS>(sum, sums) / (float)n + eps);
+        for (size_t i = thread; is_row && i < n; i += threads)
+            to[i] = from[i] * r * weight[i];
+    } else {
+        float v[kept] = {}, w[kept];
+#pragma unroll
+        for (int j = 0; j < kept; j++)
+            w[j] = (size_t)(thread + j * threads) < n ? weight[thread + j * threads] : 0;
+        wait_for_previous_kernel();
+#pragma unroll
+        for (int first = 0; first < kept; first += NORM_AT_ONCE) {
+            float added[NORM_AT_ONCE];
+            if (!is_row || (size_t)first * threads >= n)
+                break;
+#pragma unroll
+            for (int j = first; j < first + NORM_AT_ONCE; j++) {
+                const size_t i = thread + (size_t)j * threads;
+                v[j] = i < n ? from[i] : 0;
+                added[j - first] = ADD && i < n ? y[row * n + i] : 0;
+            }
+#pragma unroll
+            for (int j = first; j < first + NORM_AT_ONCE; j++)
+                v[j] = ADD ? v[j] + added[j - first] : v[j];
+        }
+#pragma unroll
+        for (int j = 0; j < kept; j++)
+            if (is_row && (size_t)(thread + j * threads) < n) {
+                if (ADD)
+                    from[thread + j * threads] = v[j];
+                sum = fmaf(v[j], v[j], sum);
+            }
+        const float r = 1.0f / sqrtf(sum_of_row<WARPS>(sum, sums) / (float)n + eps);
+#pragma unroll
+        for (int j = 0; j < kept; j++)
+            if (is_row && (size_t)(thread + j * threads) < n)
+                to[thread + j * threads] = v[j] * r * w[j];
     }
-    if (row >= n_rows)
-        return;
-    const float r = 1.0f / sqrtf(sum / (float)n + eps);
-    for (size_t i = part * X3_WARP + lane; i < n; i += WARPS * X3_WARP)
-        out[row * ldo + i] = from[i] * r * weight[i];
+}
+
+template <int WARPS, bool ADD>
+static x3_status launch_norm(float *d_x, size_t ldx, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps,
+                             float *d_out, size_t ldo, x3_cuda_stream stream, x3_err *err)
+{
+    constexpr int rows = NORM_WARPS / WARPS;
+    const bool kept = n <= (size_t)NORM_KEPT(WARPS) * WARPS * X3_WARP;
+    void *args[] = {&d_x, &ldx, &d_y, &n_rows, &n, &d_weight, &eps, &d_out, &ldo};
+
+    return x3_cuda_launch_in_turn(kept ? (const void *)norm_rows<WARPS, ADD, true> : (const void *)norm_rows<WARPS, ADD, false>,
+                                  dim3((unsigned)((n_rows + rows - 1) / rows)), NORM_WARPS * X3_WARP, 0, stream, args,
+                                  ADD ? "add and norm" : "rms_norm", err);
 }
 
 x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n, const float *d_weight, float eps,
@@ -49,50 +116,17 @@ x3_status x3_cuda_rms_norm(const float *d_x, size_t ldx, size_t n_rows, size_t n
 {
     if (n_rows == 0)
         return X3_OK;
-    void *args[] = {&d_x, &ldx, &n_rows, &n, &d_weight, &eps, &d_out, &ldo};
-    return x3_cuda_launch_in_turn(n <= 512 ? (const void *)rms_norm<1> : (const void *)rms_norm<8>,
-                                  dim3((unsigned)(n <= 512 ? (n_rows + 7) / 8 : n_rows)), 8 * X3_WARP, 0, stream, args, "rms_norm", err);
-}
-
-/* x += y and its norm, a block a row; the bits of add and rms_norm. */
-static __global__ void __launch_bounds__(8 * X3_WARP) add_norm(float *x, const float *y, size_t n, const float *weight, float eps,
-                                                              float *out)
-{
-    __shared__ float sums[8];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const size_t at = blockIdx.x * n;
-    float sum = 0;
-
-    begin_in_turn();
-    for (size_t i = threadIdx.x; i < n; i += 8 * X3_WARP) {
-        const float v = x[at + i] + y[at + i];
-        x[at + i] = v;
-        sum = fmaf(v, v, sum);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0)
-        sums[warp] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < 8; w++)
-        sum += sums[w];
-    const float r = 1.0f / sqrtf(sum / (float)n + eps);
-    for (size_t i = threadIdx.x; i < n; i += 8 * X3_WARP)
-        out[at + i] = x[at + i] * r * weight[i];
+    return n <= 512 ? launch_norm<1, false>((float *)d_x, ldx, NULL, n_rows, n, d_weight, eps, d_out, ldo, stream, err)
+                    : launch_norm<NORM_WARPS, false>((float *)d_x, ldx, NULL, n_rows, n, d_weight, eps, d_out, ldo, stream, err);
 }
 
 x3_status x3_cuda_add_norm(float *d_x, const float *d_y, size_t n_rows, size_t n, const float *d_weight, float eps, float *d_out,
                            x3_cuda_stream stream, x3_err *err)
 {
-    void *args[] = {&d_x, &d_y, &n, &d_weight, &eps, &d_out};
-
     if (n_rows == 0)
         return X3_OK;
-    if (n <= 512) { /* there a norm is summed by one warp */
-        RETURN_IF_FAILED(x3_cuda_add(d_x, d_y, n_rows * n, stream, err));
-        return x3_cuda_rms_norm(d_x, n, n_rows, n, d_weight, eps, d_out, n, stream, err);
-    }
-    return x3_cuda_launch_in_turn((const void *)add_norm, dim3((unsigned)n_rows), 8 * X3_WARP, 0, stream, args, "add and norm", err);
+    return n <= 512 ? launch_norm<1, true>(d_x, n, d_y, n_rows, n, d_weight, eps, d_out, n, stream, err)
+                    : launch_norm<NORM_WARPS, true>(d_x, n, d_y, n_rows, n, d_weight, eps, d_out, n, stream, err);
 }
 
 /* ---- rope ------------------------------------------------------------------------------------------------------------- */
@@ -221,29 +255,35 @@ x3_status x3_cuda_dense_rows(const void *d_w, x3_cuda_dense_type type, size_t n_
 template <typename W>
 static __global__ void __launch_bounds__(FLAT_THREADS) dense_pick(const W *w, size_t n, const int32_t *ids, float *out)
 {
-    const size_t row = blockIdx.x, from = (size_t)ids[row] * n;
+    const size_t row = blockIdx.y, i = (size_t)blockIdx.x * FLAT_THREADS + threadIdx.x;
 
-    for (size_t i = threadIdx.x; i < n; i += FLAT_THREADS)
-        out[row * n + i] = to_float(w[from + i]);
+    begin_in_turn();
+    if (i < n)
+        out[row * n + i] = to_float(w[(size_t)ids[row] * n + i]);
 }
 
 x3_status x3_cuda_dense_pick(const void *d_w, x3_cuda_dense_type type, size_t n, const int32_t *d_ids, size_t n_rows, float *d_out,
                              x3_cuda_stream stream, x3_err *err)
 {
-    if (n_rows == 0)
-        return X3_OK;
-    if (type == X3_CUDA_DENSE_F32)
-        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const float *)d_w, n, d_ids, d_out);
-    else if (type == X3_CUDA_DENSE_BF16)
-        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __nv_bfloat16 *)d_w, n, d_ids, d_out);
-    else
-        dense_pick<<<(unsigned)n_rows, FLAT_THREADS, 0, stream>>>((const __half *)d_w, n, d_ids, d_out);
-    return x3_cuda_check(cudaGetLastError(), "rows of a weight", err);
+    const void *kernel = type == X3_CUDA_DENSE_F32    ? (const void *)dense_pick<float>
+                         : type == X3_CUDA_DENSE_BF16 ? (const void *)dense_pick<__nv_bfloat16>
+                                                      : (const void *)dense_pick<__half>;
+    void *args[] = {&d_w, &n, &d_ids, &d_out};
+
+    for (size_t row = 0; row < n_rows; row += PICK_ROWS) {
+        const size_t rows = x3_min_size(n_rows - row, PICK_ROWS);
+        RETURN_IF_FAILED(x3_cuda_launch_in_turn(kernel, dim3(flat_grid(n).x, (unsigned)rows), FLAT_THREADS, 0, stream, args,
+                                                "rows of a weight", err));
+        d_ids += rows;
+        d_out += rows * n;
+    }
+    return X3_OK;
 }
 
 /* ---- the largest of a row ------------------------------------------------------------------------------------------ */
 
 #define ARGMAX_THREADS 1024
+#define ARGMAX_AT_ONCE 16 /* numbers that a thread asks for together */
 
 /* A number and where it stands; a NaN comes before all numbers. */
 typedef struct place_of {
@@ -275,10 +315,16 @@ static __global__ void __launch_bounds__(ARGMAX_THREADS) argmax(const float *x, 
     place_of p = {-CUDART_INF_F, 0};
 
     begin_in_turn();
-#pragma unroll 4
-    for (size_t i = threadIdx.x; i < n; i += ARGMAX_THREADS) {
-        const place_of other = {row[i], (int)i};
-        p = better(p, other);
+    for (size_t first = threadIdx.x; first < n; first += ARGMAX_AT_ONCE * ARGMAX_THREADS) {
+        float v[ARGMAX_AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < ARGMAX_AT_ONCE; j++)
+            v[j] = first + j * ARGMAX_THREADS < n ? row[first + j * ARGMAX_THREADS] : -CUDART_INF_F;
+#pragma unroll
+        for (int j = 0; j < ARGMAX_AT_ONCE; j++) {
+            const place_of other = {v[j], (int)(first + j * ARGMAX_THREADS)};
+            p = better(p, other);
+        }
     }
     p = best_of_warp(p);
     if (threadIdx.x % X3_WARP == 0)

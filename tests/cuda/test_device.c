@@ -174,11 +174,11 @@ X3_TEST(cuda_dense_weights_as_float32_equal_the_cpu)
 
 X3_TEST(cuda_norm_rope_silu_and_add_equal_the_cpu)
 {
-    static const size_t sizes[] = {64, 128, 576, 4096, 100};
+    static const size_t sizes[] = {64, 128, 576, 4096, 100, 8192, 8200}; /* the last is too long to keep */
     x3_pair p = x3_pair_open();
     x3_err err = {0};
 
-    for (int s = 0; s < 5; s++) {
+    for (int s = 0; s < 7; s++) {
         const size_t n = sizes[s], rows = 37, ld = n + 2;
         x3_twin x = x3_twin_random(&p, "x", rows * ld), w = x3_twin_random(&p, "w", n), out = x3_twin_random(&p, "out", rows * ld);
         BOTH(p, &err, dev->ops->rms_norm(dev, OF(x), ld, rows, n, OF(w), 1e-5f, OF(out), ld, &err));
@@ -192,6 +192,33 @@ X3_TEST(cuda_norm_rope_silu_and_add_equal_the_cpu)
         x3_twin_free(&p, &x);
         x3_twin_free(&p, &w);
         x3_twin_free(&p, &out);
+    }
+    x3_pair_close(&p);
+}
+
+X3_TEST(cuda_add_with_norm_has_the_bits_of_both)
+{
+    enum { ROWS = 19 };
+    static const size_t sizes[] = {96, 512, 513, 4096, 8192, 8200};
+    x3_pair p = x3_pair_open();
+    const x3_device_ops *ops = p.gpu->ops;
+    x3_err err = {0};
+
+    for (int s = 0; s < 6; s++) {
+        const size_t n = sizes[s], bytes = ROWS * n * sizeof(float);
+        x3_twin x = x3_twin_random(&p, "x", ROWS * n), sum = x3_twin_random(&p, "x", ROWS * n), y = x3_twin_random(&p, "y", ROWS * n);
+        x3_twin w = x3_twin_random(&p, "w", n), out = x3_twin_random(&p, "out", ROWS * n), norm = x3_twin_random(&p, "norm", ROWS * n);
+        CHECK_OK(ops->add_norm(p.gpu, x.gpu, y.gpu, ROWS, n, w.gpu, 1e-6f, out.gpu, &err), &err);
+        CHECK_OK(ops->add(p.gpu, sum.gpu, y.gpu, ROWS * n, &err), &err);
+        CHECK_OK(ops->rms_norm(p.gpu, sum.gpu, n, ROWS, n, w.gpu, 1e-6f, norm.gpu, n, &err), &err);
+        float *got[4] = {x3_twin_download(&p, &x), x3_twin_download(&p, &sum), x3_twin_download(&p, &out), x3_twin_download(&p, &norm)};
+        CHECK_MSG(memcmp(got[0], got[1], bytes) == 0, "sums of %zu", n);
+        CHECK_MSG(memcmp(got[2], got[3], bytes) == 0, "norms of %zu", n);
+        for (int i = 0; i < 4; i++)
+            free(got[i]);
+        x3_twin *all[] = {&x, &sum, &y, &w, &out, &norm};
+        for (int i = 0; i < 6; i++)
+            x3_twin_free(&p, all[i]);
     }
     x3_pair_close(&p);
 }
