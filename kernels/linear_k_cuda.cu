@@ -1,8 +1,9 @@
 /* EXL3 linear and reconstruction for one K: compile with -DX3_K=1 .. 8. linear_cuda.cuh says what is computed and how it is cut.
  *
- * What limits it: at one row, instructions. Decoding costs 33 to 39 issue slots for the 8 weights of a lane (shifts and
- * permutations 11 to 17, multiplies 8, packing and float16 fma 8, tensor cores 3, loads 2), while memory would allow
- * twice the pace at K <= 4. Hence no work twice, no synchronization inside a chain, and constant offsets for addresses. */
+ * What limits it at one row: issue slots. Decoding a tile costs a lane 31 to 39 instructions for its 8 weights (shifts and permutations 11
+ * to 17, multiplies 8, packing and float16 fma 8, loads 2), and three tensor-core instructions that hold the issue port for six slots
+ * each; memory would allow twice the pace at K <= 4. Outside the loop it is waiting: for the inputs, and for other blocks' sums. Hence no
+ * work twice, no synchronization inside a chain, constant offsets for addresses, and few instructions in front of the inputs. */
 #include "kernels/linear_cuda.cuh"
 
 #ifndef X3_K

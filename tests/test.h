@@ -22,6 +22,8 @@ void x3_test_skip_if_emulated(void);
 
 /* The folder of --data (conformance), or NULL. */
 const char *x3_test_data_dir(void);
+/* --quick: few sizes, for tools that slow a kernel a hundred times. Heeded by the longest tests of tests/cuda. */
+bool x3_test_is_quick(void);
 /* A fresh empty folder under the system's temporary folder, removed after the run; valid until the test ends. */
 const char *x3_test_temp_dir(void);
 /* "dir/name" in a ring of static buffers. */

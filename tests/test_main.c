@@ -17,6 +17,7 @@ static struct {
     size_t n_tests;
     jmp_buf escape;
     const char *data_dir;
+    bool quick;
     char temp_root[64], temp_dir[96];
     unsigned n_temp;
     char message[2048];
@@ -56,6 +57,11 @@ void x3_test_skip_if_emulated(void)
 {
     if (getenv("X3_EMULATED") != NULL)
         x3_test_skip("too slow under an emulator");
+}
+
+bool x3_test_is_quick(void)
+{
+    return suite.quick;
 }
 
 const char *x3_test_data_dir(void)
@@ -132,10 +138,12 @@ int main(int argc, char **argv)
     for (; i < argc && strncmp(argv[i], "--", 2) == 0; i++) {
         if (strcmp(argv[i], "--list") == 0)
             list = true;
+        else if (strcmp(argv[i], "--quick") == 0)
+            suite.quick = true;
         else if (strcmp(argv[i], "--data") == 0 && i + 1 < argc)
             suite.data_dir = argv[++i];
         else
-            return fprintf(stderr, "usage: %s [--list] [--data DIR] [WORD...]\n", argv[0]), 2;
+            return fprintf(stderr, "usage: %s [--list] [--quick] [--data DIR] [WORD...]\n", argv[0]), 2;
     }
     qsort(suite.tests, suite.n_tests, sizeof suite.tests[0], compare_entries);
     for (size_t t = 0; t < suite.n_tests; t++) {
