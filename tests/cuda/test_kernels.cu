@@ -1,8 +1,8 @@
 /* The CUDA kernels against their C forms, float64 products and their own promises.
  *
- *     test_kernels [--tiles N] [WORD...]      tests whose name contains one of the words
+ *     test_kernels [--tiles N] [--quick] [--k K] [WORD...]      tests whose name contains one of the words
  *
- * N tiles a codebook and K are searched on the CPU too (default 64; 4096 takes 16 cores about a minute). Last line:
+ * N tiles a codebook and K are searched on the CPU too (default 64; 4096 takes 16 cores about a minute); --k: one K alone. Last line:
  * `N passed, N failed, N skipped`; all are skipped without a GPU. Exit 1 when a test failed or none ran. */
 #include <cublas_v2.h>
 
@@ -12,9 +12,11 @@ static x3_cuda_info info;
 static size_t n_search_tiles = 64;
 static bool quick; /* every K with one codebook, one shape, some counts of rows: for tools that slow a kernel a hundred times */
 
+static int only_k; /* 0: all */
+
 static bool is_left_out(int K, int codebook)
 {
-    return quick && codebook != (K + 1) % 3;
+    return (quick && codebook != (K + 1) % 3) || (only_k != 0 && K != only_k);
 }
 
 static x3_pool *pool;
@@ -644,7 +646,7 @@ static bool wanted(const char *name, int argc, char **argv)
     bool any_word = false;
 
     for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--tiles") == 0) {
+        if (strcmp(argv[i], "--tiles") == 0 || strcmp(argv[i], "--k") == 0) {
             i++;
             continue;
         }
@@ -666,6 +668,8 @@ int main(int argc, char **argv)
     for (int i = 1; i + 1 < argc; i++)
         if (strcmp(argv[i], "--tiles") == 0)
             n_search_tiles = (size_t)atoi(argv[i + 1]);
+        else if (strcmp(argv[i], "--k") == 0)
+            only_k = atoi(argv[i + 1]);
     MUST_X3(x3_cuda_count(&n_devices, err));
     MUST_X3(x3_pool_create(&pool, 0, err));
     if (n_devices > 0) {
