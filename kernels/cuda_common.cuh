@@ -358,16 +358,22 @@ static __device__ __forceinline__ void split_half(float v, __half *high, __half 
 
 /* ---- rows ---------------------------------------------------------------------------------------------------- */
 
-/* A warp holds 128 numbers, 4 * lane + e in v[e]: Sylvester-Hadamard over strides 1, 2, .. 64, divided by sqrt(128).
- * The same operations in the same order as x3_kernels.hadamard. */
-static __device__ __forceinline__ void hadamard_128(float v[4], int lane)
+/* The steps of hadamard_128 with strides 1 and 2. */
+static __device__ __forceinline__ void hadamard_4(float v[4])
 {
-    float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+    const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
 
     v[0] = a + c;
     v[1] = b + d;
     v[2] = a - c;
     v[3] = b - d;
+}
+
+/* A warp holds 128 numbers, 4 * lane + e in v[e]: Sylvester-Hadamard over strides 1, 2, .. 64, divided by sqrt(128).
+ * The same operations in the same order as x3_kernels.hadamard. */
+static __device__ __forceinline__ void hadamard_128(float v[4], int lane)
+{
+    hadamard_4(v);
 #pragma unroll
     for (int stride = 1; stride < X3_WARP; stride *= 2)
 #pragma unroll

@@ -188,11 +188,7 @@ static __device__ __forceinline__ void load_rotation_inputs(rotation *r, const l
 static __device__ __forceinline__ void rotate_swapping(float v[4], uint2 scale, int lane)
 {
     scale_by(v, scale);
-    const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-    v[0] = a + c;
-    v[1] = b + d;
-    v[2] = a - c;
-    v[3] = b - d;
+    hadamard_4(v);
 #pragma unroll
     for (int stride = 1; stride < X3_WARP; stride *= 2)
 #pragma unroll
@@ -268,6 +264,17 @@ template <int GROUPS> static __device__ __forceinline__ void operands_load(const
 
 /* ---- sums ---------------------------------------------------------------------------------------------------------- */
 
+/* A warp's sums of 8 rows, of which n count, to shared memory. to: the lane's first row and column. */
+template <int TILES> static __device__ __forceinline__ void store_sums(float *to, int ld, const float acc[TILES][4], int row, int n)
+{
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (row + (i & 1) < n)
+                to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[t][i];
+}
+
 /* Adds the chains of one pass over a segment and writes rows [0, n_rows) of its columns to `partial` [row][128]. */
 template <int GROUPS, int TILES, int WARPS>
 static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float *sums, float *partial, int n_rows, int chain,
@@ -283,12 +290,7 @@ static __device__ __forceinline__ void add_chains(float (*acc)[TILES][4], float 
             break;
         float *to = sums + (chain * n + row) * ld + column;
         __syncthreads(); /* the previous sums are read */
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (row + (i & 1) < n)
-                    to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[group][t][i];
+        store_sums<TILES>(to, ld, acc[group], row, n);
         __syncthreads();
         for (int i = threadIdx.x; i < n * cols; i += WARPS * X3_WARP) {
             const int r = i / cols, c = i % cols;
@@ -332,12 +334,7 @@ static __device__ __forceinline__ void hand_over(const linear_args &a, const flo
     float *to = sums + (chain * n + row) * ld + column;
 
     __syncthreads(); /* the previous sums are read */
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (row + (i & 1) < n)
-                to[(i & 1) * ld + t * X3_TILE + 8 * (i >> 1)] = acc[t][i];
+    store_sums<TILES>(to, ld, acc, row, n);
     __syncthreads();
     for (int i = threadIdx.x; i < n * STRIPE_COLS; i += WARPS * X3_WARP) {
         float *mine = sums + i / STRIPE_COLS * ld + i % STRIPE_COLS;
