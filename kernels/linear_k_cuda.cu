@@ -424,8 +424,8 @@ static __device__ __forceinline__ void decode_pair_tiles(uint32_t w[TILES][2][4]
 
 #define EARLY_STAGES 1 /* on their way before the inputs: as much as is needed first */
 
-/* What all threads of a warp know of their work, and what a lane reads with. */
-template <int CODEBOOK> static __device__ __forceinline__ void keep_in_registers(lane_bits *bits, ones *o)
+/* What a lane reads with does not change: it is computed once, not every time round a loop. */
+static __device__ __forceinline__ void keep_in_registers(lane_bits *bits, ones *o)
 {
     bits->word = (int)opaque((uint32_t)bits->word);
     bits->before = (int)opaque((uint32_t)bits->before);
@@ -450,7 +450,7 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear_folded(const 
     float *sums = (float *)(shared + WARPS * ring_end);
     uint32_t *inputs = (uint32_t *)(sums + N_CHAINS * a.n_rows * (STRIPE_COLS + LINEAR_SUMS_PAD));
 
-    keep_in_registers<CODEBOOK>(&bits, &o);
+    keep_in_registers(&bits, &o);
     release_next_kernel();
     segment s = segment_first(a, b);
     rotation r;
@@ -521,7 +521,7 @@ static __global__ void __launch_bounds__(WARPS *X3_WARP, 1) linear(const __grid_
     uint32_t *ring = shared + (size_t)warp * a.n_stages * stage_words;
     float *sums = (float *)(shared + (size_t)WARPS * a.n_stages * stage_words);
 
-    keep_in_registers<CODEBOOK>(&bits, &o);
+    keep_in_registers(&bits, &o);
     release_next_kernel();
     segment s = segment_first(a, b);
     feed<TILES, WARPS> f;
